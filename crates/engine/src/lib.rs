@@ -1,0 +1,1 @@
+//! The embedded engine: checkpoint, model, paged KV cache, scheduler, sampler.

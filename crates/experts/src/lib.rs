@@ -1,0 +1,1 @@
+//! The shared vocabulary: model shapes, expert counts, routed experts, their wire and file forms.

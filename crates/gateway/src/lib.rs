@@ -1,0 +1,1 @@
+//! The router behind HTTP: registry, health, handoff, streaming, metrics.

@@ -1,0 +1,1 @@
+//! CPU kernels: bf16 matrix products, RMSNorm, RoPE, attention, top-k.

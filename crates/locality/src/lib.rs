@@ -1,0 +1,1 @@
+//! Expert-locality signatures and maps: transforms, rho, layer mask, balanced K-means.

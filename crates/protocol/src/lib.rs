@@ -1,0 +1,1 @@
+//! What goes over the wire: OpenAI shapes, the handoff dialect, server-sent events, errors.

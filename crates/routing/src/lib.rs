@@ -1,0 +1,1 @@
+//! Who serves a request: prefill and decode policies.

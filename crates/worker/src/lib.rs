@@ -1,0 +1,1 @@
+//! The engine behind HTTP, and the transfer of KV blocks between workers.

@@ -1,0 +1,1 @@
+//! Arrivals, prompts and latency summaries, shared by demo, bench and simulator.
