@@ -7,11 +7,28 @@
 //! A token's logits are the same bits whatever else is in the batch, however its prompt was chunked and wherever its prefix
 //! came from; the module docs of [`model`] say how.
 
+mod backend;
+pub mod cache;
 pub mod checkpoint;
+mod facade;
+pub mod handoff;
 pub mod model;
+mod request;
+mod step;
+pub mod stop;
 
+pub use backend::{Backend, BackendFacts};
+pub use cache::{BlockUsage, PinId, Pinned};
 pub use checkpoint::{LoadError, LoadOptions};
+pub use facade::{
+    AdmissionError, ConfigError, Engine, EngineConfig, HeldBlocks, PrefixCache, Usage,
+};
+pub use handoff::{HandoffError, KvGeometry};
 pub use model::{
     ForwardOutput, GateRows, KvStore, LogitsWanted, Model, ModelConfig, Phase, Scratch,
     SequenceSlice,
+};
+pub use request::{PrefilledBlocks, Recording, Request, RequestId, SamplingParams};
+pub use step::{
+    FinishReason, FirstToken, GateSums, Recorded, Step, StepStats, TokenLogprobs, TokenOut,
 };
