@@ -1,0 +1,243 @@
+//! Sixteen f32 values that move together, on each instruction set.
+//!
+//! Every operation is one IEEE operation a lane (fused multiply-add, product, conversion), so that all
+//! implementations agree bit for bit.
+
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::*;
+
+use half::bf16;
+
+/// Lanes of one vector, and outputs of one panel.
+pub(crate) const LANES: usize = 16;
+
+/// Sixteen f32 lanes.
+///
+/// # Safety
+/// All methods must be called on a processor that has the implementation's instructions; `Isa::run` sees to it.
+pub(crate) trait Lanes: Copy {
+    /// The sixteen values.
+    type F: Copy;
+
+    /// All lanes +0.
+    unsafe fn zero() -> Self::F;
+    /// All lanes `x`.
+    unsafe fn splat(x: f32) -> Self::F;
+    /// Sixteen f32 from any address; all must be readable.
+    unsafe fn load(from: *const f32) -> Self::F;
+    /// Sixteen f32 to any address; all must be writable.
+    unsafe fn store(to: *mut f32, value: Self::F);
+    /// The first of each of sixteen pairs of bf16; 64 bytes must be readable.
+    unsafe fn even(from: *const bf16) -> Self::F;
+    /// The second of each of sixteen pairs of bf16; 64 bytes must be readable.
+    unsafe fn odd(from: *const bf16) -> Self::F;
+    /// Sixteen consecutive bf16; 32 bytes must be readable.
+    unsafe fn widen(from: *const bf16) -> Self::F;
+    /// `a * b + c`, rounded once.
+    unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+}
+
+/// The reference.
+#[derive(Clone, Copy)]
+pub(crate) struct ScalarLanes;
+
+impl Lanes for ScalarLanes {
+    type F = [f32; LANES];
+
+    #[inline(always)]
+    unsafe fn zero() -> Self::F {
+        [0.0; LANES]
+    }
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self::F {
+        [x; LANES]
+    }
+
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> Self::F {
+        // SAFETY: the caller promises sixteen readable f32; the read may be unaligned.
+        unsafe { from.cast::<Self::F>().read_unaligned() }
+    }
+
+    #[inline(always)]
+    unsafe fn store(to: *mut f32, value: Self::F) {
+        // SAFETY: the caller promises sixteen writable f32; the write may be unaligned.
+        unsafe { to.cast::<Self::F>().write_unaligned(value) }
+    }
+
+    #[inline(always)]
+    unsafe fn even(from: *const bf16) -> Self::F {
+        // SAFETY: the caller promises 64 readable bytes; the read may be unaligned.
+        let pairs = unsafe { from.cast::<[[bf16; 2]; LANES]>().read_unaligned() };
+        pairs.map(|pair| pair[0].to_f32())
+    }
+
+    #[inline(always)]
+    unsafe fn odd(from: *const bf16) -> Self::F {
+        // SAFETY: the caller promises 64 readable bytes; the read may be unaligned.
+        let pairs = unsafe { from.cast::<[[bf16; 2]; LANES]>().read_unaligned() };
+        pairs.map(|pair| pair[1].to_f32())
+    }
+
+    #[inline(always)]
+    unsafe fn widen(from: *const bf16) -> Self::F {
+        // SAFETY: the caller promises 32 readable bytes; the read may be unaligned.
+        let values = unsafe { from.cast::<[bf16; LANES]>().read_unaligned() };
+        values.map(bf16::to_f32)
+    }
+
+    #[inline(always)]
+    unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+        std::array::from_fn(|i| a[i].mul_add(b[i], c[i]))
+    }
+}
+
+/// Two vectors of eight.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+pub(crate) struct Avx2Lanes;
+
+// SAFETY of the blocks below: each method's caller promises AVX2 and FMA, and the memory that the trait names. All loads
+// and stores are the unaligned kind.
+#[cfg(target_arch = "x86_64")]
+impl Lanes for Avx2Lanes {
+    type F = [__m256; 2];
+
+    #[inline(always)]
+    unsafe fn zero() -> Self::F {
+        // SAFETY: see above.
+        unsafe { [_mm256_setzero_ps(); 2] }
+    }
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self::F {
+        // SAFETY: see above.
+        unsafe { [_mm256_set1_ps(x); 2] }
+    }
+
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> Self::F {
+        // SAFETY: see above.
+        unsafe { [_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(8))] }
+    }
+
+    #[inline(always)]
+    unsafe fn store(to: *mut f32, value: Self::F) {
+        // SAFETY: see above.
+        unsafe {
+            _mm256_storeu_ps(to, value[0]);
+            _mm256_storeu_ps(to.add(8), value[1]);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn even(from: *const bf16) -> Self::F {
+        // SAFETY: see above.
+        unsafe {
+            let from = from.cast::<__m256i>();
+            [from, from.add(1)]
+                .map(|half| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_loadu_si256(half))))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn odd(from: *const bf16) -> Self::F {
+        // SAFETY: see above.
+        unsafe {
+            let high = _mm256_set1_epi32(0xffff_0000_u32 as i32);
+            let from = from.cast::<__m256i>();
+            [from, from.add(1)]
+                .map(|half| _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(half), high)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn widen(from: *const bf16) -> Self::F {
+        // SAFETY: see above.
+        unsafe {
+            let from = from.cast::<__m128i>();
+            [from, from.add(1)].map(|half| {
+                let words = _mm256_cvtepu16_epi32(_mm_loadu_si128(half));
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words))
+            })
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+        // SAFETY: see above.
+        unsafe {
+            [
+                _mm256_fmadd_ps(a[0], b[0], c[0]),
+                _mm256_fmadd_ps(a[1], b[1], c[1]),
+            ]
+        }
+    }
+}
+
+/// One vector of sixteen.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+pub(crate) struct Avx512Lanes;
+
+// SAFETY of the blocks below: each method's caller promises AVX-512 F, and the memory that the trait names. All loads
+// and stores are the unaligned kind.
+#[cfg(target_arch = "x86_64")]
+impl Lanes for Avx512Lanes {
+    type F = __m512;
+
+    #[inline(always)]
+    unsafe fn zero() -> Self::F {
+        // SAFETY: see above.
+        unsafe { _mm512_setzero_ps() }
+    }
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self::F {
+        // SAFETY: see above.
+        unsafe { _mm512_set1_ps(x) }
+    }
+
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> Self::F {
+        // SAFETY: see above.
+        unsafe { _mm512_loadu_ps(from) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(to: *mut f32, value: Self::F) {
+        // SAFETY: see above.
+        unsafe { _mm512_storeu_ps(to, value) }
+    }
+
+    #[inline(always)]
+    unsafe fn even(from: *const bf16) -> Self::F {
+        // SAFETY: see above.
+        unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_loadu_si512(from.cast()))) }
+    }
+
+    #[inline(always)]
+    unsafe fn odd(from: *const bf16) -> Self::F {
+        // SAFETY: see above.
+        unsafe {
+            let high = _mm512_set1_epi32(0xffff_0000_u32 as i32);
+            _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(from.cast()), high))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn widen(from: *const bf16) -> Self::F {
+        // SAFETY: see above.
+        unsafe {
+            let words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+        // SAFETY: see above.
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+}
