@@ -2,7 +2,7 @@
 //!
 //! 1. [`prefill_body`] turns the client's request into the one for the prefill worker: one token, no streaming, `do_remote_decode`.
 //! 2. The prefill worker's reply carries [`TransferParams`] under [`KV_TRANSFER_PARAMS`]. They are vLLM's affair, and opaque here, apart from this
-//!    project's one key, `colocate`, which [`TransferParams::take_extras`] takes out.
+//!    project's one key, [`experts::wire::KEY`], which [`TransferParams::take_counts`] takes out.
 //! 3. [`decode_body`] puts the rest beside the client's own request, for the decode worker, which pulls the prompt's KV blocks.
 //!
 //! Embedded workers speak the same JSON, and move blocks by their own transfer. Their parameters say so (`"transport": "colocate"`), so that a pool
@@ -14,11 +14,11 @@ use serde_json::{Map, Value, json};
 use crate::body::type_name;
 use crate::{ApiError, Body};
 
+mod extras;
+pub use extras::{Extras, ExtrasError, Want};
+
 /// The field of requests and replies that carries the parameters.
 pub const KV_TRANSFER_PARAMS: &str = "kv_transfer_params";
-
-/// This project's one key in the parameters.
-const KEY: &str = "colocate";
 
 /// The value of `transport` in the parameters of embedded workers.
 pub const TRANSPORT: &str = "colocate";
@@ -119,7 +119,7 @@ impl TransferParams {
 
     /// Takes this project's key out.
     pub fn take_extras(&mut self) -> Option<Value> {
-        self.0.shift_remove(KEY)
+        self.0.shift_remove(experts::wire::KEY)
     }
 
     fn flag(&self, key: &str) -> Result<bool, ApiError> {
@@ -209,13 +209,13 @@ impl EmbeddedParams {
     ///
     /// # Errors
     /// Never in practice: the fields are all plain JSON values.
-    pub fn into_params(self, extras: Option<Value>) -> Result<TransferParams, serde_json::Error> {
+    pub fn into_params(self, extras: Option<&Extras>) -> Result<TransferParams, serde_json::Error> {
         let mut map = match serde_json::to_value(self)? {
             Value::Object(map) => map,
             _ => Map::new(),
         };
         if let Some(extras) = extras {
-            map.insert(KEY.to_owned(), extras);
+            map.insert(experts::wire::KEY.to_owned(), extras.to_value());
         }
         Ok(TransferParams(map))
     }
