@@ -149,6 +149,12 @@ pub fn max_encoded_len(shape: ModelShape, tokens: u32) -> usize {
 /// Writes counts in their text form.
 #[must_use]
 pub fn encode(prompt: &PromptCounts) -> String {
+    STANDARD.encode(to_bytes(prompt))
+}
+
+/// Writes counts in the form's bytes, before base64.
+#[must_use]
+pub fn to_bytes(prompt: &PromptCounts) -> Vec<u8> {
     let shape = prompt.shape();
     let mut bytes = Vec::with_capacity(HEADER + shape.cells() * 2);
     bytes.push(VERSION);
@@ -162,7 +168,7 @@ pub fn encode(prompt: &PromptCounts) -> String {
     for row in prompt.counts().rows() {
         put_layer(&mut bits, row);
     }
-    STANDARD.encode(bits.finish())
+    bits.finish()
 }
 
 /// The cheapest Rice parameter for `values`, and the bits it takes.
@@ -210,7 +216,14 @@ fn put_layer(bits: &mut BitWriter, row: &[u32]) {
 /// # Errors
 /// See [`WireError`]; nothing in a text makes this panic or allocate beyond 32 times its length.
 pub fn decode(text: &str) -> Result<PromptCounts, WireError> {
-    let bytes = from_base64(text)?;
+    from_bytes(&from_base64(text)?)
+}
+
+/// Reads counts from the form's bytes, checking every bound.
+///
+/// # Errors
+/// See [`WireError`].
+pub fn from_bytes(bytes: &[u8]) -> Result<PromptCounts, WireError> {
     let (header, body) =
         bytes
             .split_first_chunk::<HEADER>()

@@ -1,0 +1,100 @@
+//! From counts to the cells of a signature.
+
+use crate::transform::Transform;
+
+/// Writes the transformed counts of the layers in `mask` into `out` (`mask x experts`).
+///
+/// `counts` is `layers x experts`; `weights` is `mask x experts` and used by count x IDF alone.
+/// Gate transforms have no cells in counts: they leave `out` zero.
+pub(crate) fn fill(
+    transform: Transform,
+    mask: &[u32],
+    counts: &[u32],
+    experts: usize,
+    weights: &[f32],
+    out: &mut [f32],
+) {
+    for (index, (&layer, out)) in mask.iter().zip(out.chunks_exact_mut(experts)).enumerate() {
+        let start = layer as usize * experts;
+        let counts = &counts[start..start + experts];
+        match transform {
+            Transform::CountIdf => {
+                let weights = &weights[index * experts..(index + 1) * experts];
+                for ((cell, &count), &weight) in out.iter_mut().zip(counts).zip(weights) {
+                    *cell = to_f32(count) * weight;
+                }
+            }
+            _ => fill_row(transform, counts, out),
+        }
+    }
+}
+
+/// One layer's transformed counts, IDF not applied.
+pub(crate) fn fill_row(transform: Transform, counts: &[u32], out: &mut [f32]) {
+    match transform {
+        Transform::CountIdf | Transform::Count => {
+            for (cell, &count) in out.iter_mut().zip(counts) {
+                *cell = to_f32(count);
+            }
+        }
+        Transform::SqrtCount => {
+            for (cell, &count) in out.iter_mut().zip(counts) {
+                *cell = to_f32(count).sqrt();
+            }
+        }
+        Transform::Binary => {
+            for (cell, &count) in out.iter_mut().zip(counts) {
+                *cell = if count > 0 { 1.0 } else { 0.0 };
+            }
+        }
+        Transform::GateProbability | Transform::GateLogit => out.fill(0.0),
+    }
+}
+
+/// Counts stay far below 2^31, where the signed conversion, which has an instruction, is the same.
+#[inline(always)]
+fn to_f32(count: u32) -> f32 {
+    count.min(i32::MAX as u32) as i32 as f32
+}
+
+/// Scales to length 1; zero stays zero.
+pub(crate) fn normalise(values: &mut [f32]) {
+    let norm = squared_norm(values).sqrt();
+    if norm > 0.0 && norm.is_finite() {
+        let scale = 1.0 / norm;
+        for value in values {
+            *value *= scale;
+        }
+    } else {
+        values.fill(0.0);
+    }
+}
+
+/// The sum of squares, in sixteen interleaved partial sums.
+#[inline(always)]
+pub(crate) fn squared_norm(values: &[f32]) -> f32 {
+    let mut sums = [0.0f32; 16];
+    let (chunks, rest) = values.as_chunks::<16>();
+    for chunk in chunks {
+        for lane in 0..16 {
+            sums[lane] += chunk[lane] * chunk[lane];
+        }
+    }
+    for (sum, value) in sums.iter_mut().zip(rest) {
+        *sum += value * value;
+    }
+    tree_sum(sums)
+}
+
+/// Sums sixteen lanes pairwise.
+#[inline(always)]
+pub(crate) fn tree_sum(mut sums: [f32; 16]) -> f32 {
+    let mut half = 8;
+    while half > 0 {
+        for lane in 0..half {
+            sums[lane] += sums[lane + half];
+        }
+        half /= 2;
+    }
+    sums[0]
+}
