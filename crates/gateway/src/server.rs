@@ -1,0 +1,125 @@
+//! The gateway as a whole: what its parts share, how it starts and how it stops.
+
+use std::sync::Arc;
+
+use tokio::net::TcpListener;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use crate::config::{Config, Timeouts};
+use crate::errors::GatewayError;
+use crate::health;
+use crate::metrics::Metrics;
+use crate::placement::Placement;
+use crate::policies::{self, MapNote};
+use crate::registry::{Pool, Side, Worker};
+use crate::routes;
+use crate::upstream::Upstream;
+
+/// What every request shares.
+pub(crate) struct App {
+    pub(crate) placement: Placement,
+    pub(crate) upstream: Upstream,
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) map: Option<MapNote>,
+    pub(crate) timeouts: Timeouts,
+    pub(crate) max_body_bytes: usize,
+    pub(crate) prefill_attempts: usize,
+    pub(crate) prefills_again: usize,
+    pub(crate) lease: std::time::Duration,
+    pub(crate) decision_headers: bool,
+    /// Whether it was said that the prefill workers send no counts.
+    pub(crate) said_no_counts: std::sync::Once,
+}
+
+impl App {
+    fn new(mut config: Config) -> Result<Self, GatewayError> {
+        let prefill = Pool::new(Side::Prefill, &config.prefill)?;
+        let decode = Pool::new(Side::Decode, &config.decode)?;
+        let policies = policies::make(&mut config)?;
+        let metrics = Arc::new(Metrics::new());
+        Ok(Self {
+            placement: Placement::new(
+                prefill,
+                decode,
+                policies.prefill,
+                policies.decode,
+                Arc::clone(&metrics),
+            ),
+            upstream: Upstream::new(&config.timeouts)?,
+            metrics,
+            map: policies.map,
+            timeouts: config.timeouts,
+            max_body_bytes: config.max_body_bytes,
+            prefill_attempts: config.prefill_attempts,
+            prefills_again: config.prefills_again,
+            lease: config.lease,
+            decision_headers: config.decision_headers,
+            said_no_counts: std::sync::Once::new(),
+        })
+    }
+
+    /// Every worker of both pools.
+    pub(crate) fn workers(&self) -> impl Iterator<Item = &Arc<Worker>> {
+        self.placement
+            .prefill
+            .iter()
+            .chain(self.placement.decode.iter())
+    }
+
+    pub(crate) fn pool(&self, side: Side) -> &Pool {
+        match side {
+            Side::Prefill => &self.placement.prefill,
+            Side::Decode => &self.placement.decode,
+        }
+    }
+}
+
+/// Serves on `listener` until `shutdown` resolves, then lets requests in flight end, within [`Timeouts::drain`].
+///
+/// Workers need not be up yet: those that are not are looked for until they are.
+///
+/// # Errors
+/// A configuration that cannot work, workers of two kinds, or a listener that fails.
+pub async fn serve(
+    config: Config,
+    listener: TcpListener,
+    shutdown: impl Future<Output = ()> + Send + 'static,
+) -> Result<(), GatewayError> {
+    let app = Arc::new(App::new(config)?);
+    health::first_look(&app).await?;
+    let mut watchers = JoinSet::new();
+    for worker in app.workers() {
+        watchers.spawn(health::watch(Arc::clone(&app), Arc::clone(worker)));
+    }
+    let (prefill_policy, decode_policy) = app.placement.policy_names();
+    tracing::info!(
+        prefill = app.placement.prefill.len(),
+        decode = app.placement.decode.len(),
+        prefill_policy,
+        decode_policy,
+        "gateway is up"
+    );
+    let stopping = CancellationToken::new();
+    let server = {
+        let stopping = stopping.clone();
+        axum::serve(listener, routes::router(&app)).with_graceful_shutdown(async move {
+            shutdown.await;
+            stopping.cancel();
+        })
+    };
+    let drained = {
+        let drain = app.timeouts.drain;
+        async move {
+            stopping.cancelled().await;
+            tokio::time::sleep(drain).await;
+        }
+    };
+    tokio::select! {
+        result = async { server.await } => result.map_err(GatewayError::Listen),
+        () = drained => {
+            tracing::warn!("requests were still in flight when the gateway stopped");
+            Ok(())
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! Clients that do not wait for the end: both workers hear of it, and nothing stays behind.
+
+use std::time::Duration;
+
+use futures::StreamExt;
+use serde_json::json;
+
+use crate::harness::{Gateway, completion, config, eventually};
+use crate::peer::{Peer, Script};
+
+#[tokio::test]
+async fn during_the_prefill() {
+    let (prefill, decode) = (Peer::start("p").await, Peer::start("d").await);
+    let gateway = Gateway::start(config(&[&prefill], &[&decode])).await;
+    prefill.script(Script::Hang);
+    let body = completion(true);
+    tokio::select! {
+        _ = gateway.post("/v1/completions", &body) => panic!("nobody answers"),
+        () = prefill.inner.arrived.notified() => {}
+    }
+    eventually("the prefill worker is told", async || {
+        prefill.cancelled() == 1
+    })
+    .await;
+    gateway.settled().await;
+    assert!(decode.served().is_empty());
+    eventually("booked", async || {
+        gateway
+            .metric("colocate_gateway_requests_total", &["499"])
+            .await
+            == 1.0
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn before_the_first_token() {
+    let (prefill, decode) = (Peer::start("p").await, Peer::start("d").await);
+    let gateway = Gateway::start(config(&[&prefill], &[&decode])).await;
+    decode.script(Script::Hang);
+    let body = completion(true);
+    tokio::select! {
+        _ = gateway.post("/v1/completions", &body) => panic!("nobody answers"),
+        () = decode.inner.arrived.notified() => {}
+    }
+    eventually("the decode worker is told", async || {
+        decode.cancelled() == 1
+    })
+    .await;
+    eventually("the prefill worker is told", async || {
+        prefill.released().len() == 1
+    })
+    .await;
+    let params = &prefill.released()[0].body["kv_transfer_params"];
+    assert_eq!(
+        (&params["remote_engine_id"], &params["transport"]),
+        (&json!("p"), &json!("colocate"))
+    );
+    assert_eq!(
+        params["remote_request_id"],
+        prefill.served()[0].headers["x-request-id"]
+            .to_str()
+            .unwrap()
+    );
+    gateway.settled().await;
+}
+
+#[tokio::test]
+async fn in_the_middle_of_a_stream() {
+    let (prefill, decode) = (Peer::start("p").await, Peer::start("d").await);
+    let gateway = Gateway::start(config(&[&prefill], &[&decode])).await;
+    decode.hold_back();
+    decode.let_pass(2);
+    let mut pieces = gateway
+        .post("/v1/completions", &completion(true))
+        .await
+        .bytes_stream();
+    pieces.next().await.unwrap().unwrap();
+    drop(pieces);
+    eventually("the decode worker is told", async || {
+        decode.cancelled() == 1
+    })
+    .await;
+    gateway.settled().await;
+    assert_eq!(
+        gateway
+            .metric("colocate_gateway_requests_total", &["499"])
+            .await,
+        1.0
+    );
+    assert!(prefill.released().is_empty(), "its blocks were taken");
+}
+
+#[tokio::test]
+async fn many_at_once_leave_nothing_behind() {
+    let (prefill, one, two) = (
+        Peer::start("p").await,
+        Peer::start("d1").await,
+        Peer::start("d2").await,
+    );
+    let gateway = Gateway::start(config(&[&prefill], &[&one, &two])).await;
+    let body = completion(true);
+    let clients = (0..60u64).map(|client| {
+        let (gateway, body) = (&gateway, &body);
+        async move {
+            let ask = async {
+                gateway
+                    .post("/v1/completions", body)
+                    .await
+                    .text()
+                    .await
+                    .unwrap();
+            };
+            // Some go at once, some in between, some stay.
+            let _ = tokio::time::timeout(Duration::from_millis(client * 3), ask).await;
+        }
+    });
+    futures::future::join_all(clients).await;
+    gateway.settled().await;
+    assert_eq!(
+        gateway.metric("colocate_gateway_failures_total", &[]).await,
+        0.0
+    );
+}

@@ -1,0 +1,12 @@
+//! The gateway over loopback, in front of scripted peers: they speak a worker's dialect and fail on command, which real
+//! workers do not.
+
+#![allow(clippy::unwrap_used)]
+
+mod admission;
+mod failures;
+mod handoff;
+mod harness;
+mod leaving;
+mod peer;
+mod pools;
