@@ -14,9 +14,9 @@ use crate::peer::Peer;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// A gateway that runs until it is dropped.
-pub struct Gateway {
-    pub addr: SocketAddr,
-    pub client: reqwest::Client,
+pub(crate) struct Gateway {
+    pub(crate) addr: SocketAddr,
+    pub(crate) client: reqwest::Client,
     task: JoinHandle<Result<(), GatewayError>>,
 }
 
@@ -27,7 +27,7 @@ impl Drop for Gateway {
 }
 
 /// In front of these peers, round-robin, with a health probe every 50 ms.
-pub fn config(prefill: &[&Peer], decode: &[&Peer]) -> Config {
+pub(crate) fn config(prefill: &[&Peer], decode: &[&Peer]) -> Config {
     let urls = |peers: &[&Peer]| peers.iter().map(|peer| peer.url()).collect();
     let mut config = Config::new(urls(prefill), urls(decode));
     config.decode_policy = Some(DecodePolicyName::RoundRobin);
@@ -36,14 +36,14 @@ pub fn config(prefill: &[&Peer], decode: &[&Peer]) -> Config {
 }
 
 /// The same, but nobody looks at the workers' health after the start: only requests find out.
-pub fn blind(prefill: &[&Peer], decode: &[&Peer]) -> Config {
+pub(crate) fn blind(prefill: &[&Peer], decode: &[&Peer]) -> Config {
     let mut config = config(prefill, decode);
     config.timeouts.probe_interval = Duration::from_secs(3600);
     config
 }
 
 impl Gateway {
-    pub async fn start(config: Config) -> Self {
+    pub(crate) async fn start(config: Config) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
         let task = tokio::spawn(gateway::serve(config, listener, futures::future::pending()));
@@ -51,11 +51,11 @@ impl Gateway {
         Self { addr, client, task }
     }
 
-    pub fn url(&self, path: &str) -> String {
+    pub(crate) fn url(&self, path: &str) -> String {
         format!("http://{}{path}", self.addr)
     }
 
-    pub async fn post(&self, path: &str, body: &Value) -> reqwest::Response {
+    pub(crate) async fn post(&self, path: &str, body: &Value) -> reqwest::Response {
         self.client
             .post(self.url(path))
             .header("content-type", "application/json")
@@ -65,7 +65,7 @@ impl Gateway {
             .unwrap()
     }
 
-    pub async fn get(&self, path: &str) -> (u16, Value) {
+    pub(crate) async fn get(&self, path: &str) -> (u16, Value) {
         let response = self.client.get(self.url(path)).send().await.unwrap();
         let status = response.status().as_u16();
         (
@@ -74,7 +74,7 @@ impl Gateway {
         )
     }
 
-    pub async fn metrics(&self) -> String {
+    pub(crate) async fn metrics(&self) -> String {
         self.client
             .get(self.url("/metrics"))
             .send()
@@ -86,7 +86,7 @@ impl Gateway {
     }
 
     /// The value of the first sample whose line begins like this and holds all of these.
-    pub async fn metric(&self, name: &str, labels: &[&str]) -> f64 {
+    pub(crate) async fn metric(&self, name: &str, labels: &[&str]) -> f64 {
         let text = self.metrics().await;
         let sample = text
             .lines()
@@ -98,7 +98,7 @@ impl Gateway {
     }
 
     /// Waits until nothing is in flight any more.
-    pub async fn settled(&self) {
+    pub(crate) async fn settled(&self) {
         eventually("all in-flight counts are zero", async || {
             let (_, workers) = self.get("/colocate/workers").await;
             let all = ["prefill", "decode"]
@@ -111,7 +111,7 @@ impl Gateway {
     }
 
     /// Whether a worker counts as up.
-    pub async fn is_up(&self, peer: &Peer) -> bool {
+    pub(crate) async fn is_up(&self, peer: &Peer) -> bool {
         let (_, health) = self.get("/health").await;
         let all = ["prefill", "decode"]
             .into_iter()
@@ -122,7 +122,7 @@ impl Gateway {
 }
 
 /// Waits until something holds.
-pub async fn eventually(what: &str, mut holds: impl AsyncFnMut() -> bool) {
+pub(crate) async fn eventually(what: &str, mut holds: impl AsyncFnMut() -> bool) {
     let wait = async {
         while !holds().await {
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -134,12 +134,12 @@ pub async fn eventually(what: &str, mut holds: impl AsyncFnMut() -> bool) {
     );
 }
 
-pub fn completion(stream: bool) -> Value {
+pub(crate) fn completion(stream: bool) -> Value {
     json!({"model": "m", "prompt": "one two three", "max_tokens": 4, "stream": stream})
 }
 
 /// The data of every event of a stream.
-pub fn events(text: &str) -> Vec<String> {
+pub(crate) fn events(text: &str) -> Vec<String> {
     text.split("\n\n")
         .filter_map(|event| event.strip_prefix("data: "))
         .map(str::to_owned)
@@ -147,7 +147,7 @@ pub fn events(text: &str) -> Vec<String> {
 }
 
 /// What all chunks of a stream say together.
-pub fn said(text: &str) -> String {
+pub(crate) fn said(text: &str) -> String {
     let chunks = events(text)
         .into_iter()
         .filter_map(|data| serde_json::from_str::<Value>(&data).ok());

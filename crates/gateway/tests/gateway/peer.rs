@@ -20,7 +20,7 @@ use tokio::sync::{Notify, Semaphore};
 
 /// How a peer answers an inference request.
 #[derive(Debug, Clone, PartialEq, Default)]
-pub enum Script {
+pub(crate) enum Script {
     /// As a worker should.
     #[default]
     Serve,
@@ -48,50 +48,56 @@ pub enum Script {
 
 /// A request that a peer was sent.
 #[derive(Debug, Clone)]
-pub struct Seen {
-    pub path: String,
-    pub headers: HeaderMap,
-    pub body: Value,
+pub(crate) struct Seen {
+    pub(crate) path: String,
+    pub(crate) headers: HeaderMap,
+    pub(crate) body: Value,
 }
 
 /// What the test and the peer share.
-pub struct Inner {
-    pub name: String,
-    pub owner: &'static str,
-    pub transport: Option<&'static str>,
-    pub script: Mutex<Script>,
-    pub well: Mutex<bool>,
-    pub seen: Mutex<Vec<Seen>>,
+pub(crate) struct Inner {
+    pub(crate) name: String,
+    pub(crate) owner: &'static str,
+    pub(crate) transport: Option<&'static str>,
+    pub(crate) script: Mutex<Script>,
+    pub(crate) well: Mutex<bool>,
+    pub(crate) seen: Mutex<Vec<Seen>>,
     /// Told at every request that comes.
-    pub arrived: Notify,
+    pub(crate) arrived: Notify,
     /// Requests whose connection went before their answer was complete.
-    pub cancelled: AtomicUsize,
+    pub(crate) cancelled: AtomicUsize,
     /// One permit per streamed chunk; plenty unless a test takes them away.
-    pub pace: Semaphore,
+    pub(crate) pace: Semaphore,
     /// The value of our key in a prefill's parameters.
-    pub extras: Mutex<Option<Value>>,
+    pub(crate) extras: Mutex<Option<Value>>,
 }
 
 /// A peer that runs until it is dropped or stopped.
-pub struct Peer {
-    pub inner: Arc<Inner>,
-    pub addr: SocketAddr,
+pub(crate) struct Peer {
+    pub(crate) inner: Arc<Inner>,
+    pub(crate) addr: SocketAddr,
     /// Its own, so that stopping it breaks every connection, as the end of a process does.
     runtime: Option<Runtime>,
 }
 
 impl Drop for Peer {
     fn drop(&mut self) {
-        self.stop();
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
     }
 }
 
 impl Peer {
-    pub async fn start(name: &str) -> Self {
+    pub(crate) async fn start(name: &str) -> Self {
         Self::custom(name, "colocate", Some("colocate")).await
     }
 
-    pub async fn custom(name: &str, owner: &'static str, transport: Option<&'static str>) -> Self {
+    pub(crate) async fn custom(
+        name: &str,
+        owner: &'static str,
+        transport: Option<&'static str>,
+    ) -> Self {
         let inner = Arc::new(Inner {
             name: name.to_owned(),
             owner,
@@ -133,20 +139,20 @@ impl Peer {
         }
     }
 
-    pub fn url(&self) -> Url {
+    pub(crate) fn url(&self) -> Url {
         format!("http://{}", self.addr).parse().unwrap()
     }
 
-    pub fn base(&self) -> String {
+    pub(crate) fn base(&self) -> String {
         format!("http://{}", self.addr)
     }
 
-    pub fn script(&self, script: Script) {
+    pub(crate) fn script(&self, script: Script) {
         *self.inner.script.lock().unwrap() = script;
     }
 
     /// Inference requests so far.
-    pub fn served(&self) -> Vec<Seen> {
+    pub(crate) fn served(&self) -> Vec<Seen> {
         let seen = self.inner.seen.lock().unwrap();
         seen.iter()
             .filter(|seen| seen.path.starts_with("/v1/"))
@@ -154,7 +160,7 @@ impl Peer {
             .collect()
     }
 
-    pub fn released(&self) -> Vec<Seen> {
+    pub(crate) fn released(&self) -> Vec<Seen> {
         let seen = self.inner.seen.lock().unwrap();
         seen.iter()
             .filter(|seen| seen.path == "/colocate/release")
@@ -162,28 +168,31 @@ impl Peer {
             .collect()
     }
 
-    pub fn cancelled(&self) -> usize {
+    pub(crate) fn cancelled(&self) -> usize {
         self.inner.cancelled.load(Ordering::SeqCst)
     }
 
     /// Takes the pace into the test's hands: no chunk without [`Peer::let_pass`].
-    pub fn hold_back(&self) {
+    pub(crate) fn hold_back(&self) {
         self.inner.pace.forget_permits(100_000);
     }
 
-    pub fn let_pass(&self, chunks: usize) {
+    pub(crate) fn let_pass(&self, chunks: usize) {
         self.inner.pace.add_permits(chunks);
     }
 
-    /// Breaks all connections and closes the port.
-    pub fn stop(&mut self) {
+    /// Breaks all connections and closes the port, and returns when that is done.
+    pub(crate) fn stop(&mut self) {
         if let Some(runtime) = self.runtime.take() {
-            runtime.shutdown_background();
+            // Not from a thread that runs tasks itself.
+            std::thread::spawn(move || runtime.shutdown_timeout(std::time::Duration::from_secs(5)))
+                .join()
+                .unwrap();
         }
     }
 
     /// The same peer again, on the same port.
-    pub async fn start_again(&mut self) {
+    pub(crate) async fn start_again(&mut self) {
         *self = Self::on(Arc::clone(&self.inner), self.addr).await;
     }
 }
