@@ -160,6 +160,27 @@ impl PromptCounts {
         }
     }
 
+    /// The counts of some layers alone, in the order given, as those of a model with these layers.
+    ///
+    /// # Panics
+    /// When `layers` is empty or names a layer that does not exist.
+    #[must_use]
+    pub fn keep_layers(&self, layers: &[u32]) -> Self {
+        assert!(!layers.is_empty(), "expected at least one layer to keep");
+        let shape = ModelShape {
+            layers: layers.len() as u32,
+            ..self.shape()
+        };
+        let mut counts = ExpertCounts::zeros(shape);
+        let rows = counts
+            .as_mut_slice()
+            .chunks_exact_mut(shape.experts as usize);
+        for (row, &layer) in rows.zip(layers) {
+            row.copy_from_slice(self.counts.row(layer as usize));
+        }
+        Self { counts, ..*self }
+    }
+
     /// The compact text form; see [`wire`] for its layout and its size.
     #[must_use]
     pub fn encode(&self) -> String {

@@ -1,5 +1,6 @@
 //! From counts to the cells of a signature.
 
+use crate::simd::tree_sum;
 use crate::transform::Transform;
 
 /// Writes the transformed counts of the layers in `mask` into `out` (`mask x experts`).
@@ -84,17 +85,4 @@ pub(crate) fn squared_norm(values: &[f32]) -> f32 {
         *sum += value * value;
     }
     tree_sum(sums)
-}
-
-/// Sums sixteen lanes pairwise.
-#[inline(always)]
-pub(crate) fn tree_sum(mut sums: [f32; 16]) -> f32 {
-    let mut half = 8;
-    while half > 0 {
-        for lane in 0..half {
-            sums[lane] += sums[lane + half];
-        }
-        half /= 2;
-    }
-    sums[0]
 }

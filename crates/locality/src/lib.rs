@@ -27,23 +27,35 @@
 //! The crate is pure: no files, no sockets, no clock; randomness comes from the seed alone, and
 //! results do not depend on the number of threads or the vector width.
 
+mod assign;
 mod band;
 mod calibration;
 mod cells;
 mod config;
+mod dots;
 mod file;
 mod fit;
+mod idf;
+mod kmeans;
 mod map;
+mod pairs;
 mod panels;
+mod parallel;
+mod random;
+mod rank;
 mod report;
+mod rho;
 mod signature;
+mod simd;
 mod transform;
 
+pub use assign::{AssignError, Capacity, assign, match_rows};
 pub use band::Band;
 pub use config::{Clustering, FitConfig, MaskChoice, Presence};
-pub use file::MapError;
-pub use fit::{FitError, fit};
+pub use file::{MAP_VERSION, MapError};
+pub use fit::{FitError, MAX_PAIRS, fit};
 pub use map::{LocalityMap, SignatureError};
+pub use rank::spearman;
 pub use report::{FitReport, MaskStep, Phase, Progress, Quality, TransformReport};
 pub use signature::Signature;
 pub use transform::{Transform, UnknownTransform};

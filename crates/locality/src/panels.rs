@@ -1,5 +1,7 @@
 //! Columns side by side, in panels of sixteen: the layout that one row times all columns wants.
 
+use crate::simd;
+
 /// Columns per panel: one cache line of `f32`.
 pub(crate) const WIDTH: usize = 16;
 
@@ -50,18 +52,27 @@ impl Panels {
     pub(crate) fn multiply(&self, row: &[f32], out: &mut [f32]) {
         assert_eq!(row.len(), self.rows, "a row of another length");
         assert_eq!(out.len(), self.columns, "an output of another length");
-        if self.rows == 0 {
+        self.multiply_rows(row, out);
+    }
+
+    /// `out[r,k] = column_k . row_r`: the same bits for a row, whatever rows come with it.
+    pub(crate) fn multiply_rows(&self, rows: &[f32], out: &mut [f32]) {
+        if self.rows == 0 || self.columns == 0 {
             out.fill(0.0);
             return;
         }
-        for (panel, out) in self
-            .data
-            .chunks_exact(self.rows * WIDTH)
-            .zip(out.chunks_mut(WIDTH))
-        {
-            let sums = panel_sums(panel, row);
-            out.copy_from_slice(&sums[..out.len()]);
-        }
+        simd::dispatch(|| {
+            for (p, panel) in self.data.chunks_exact(self.rows * WIDTH).enumerate() {
+                let columns = p * WIDTH..((p + 1) * WIDTH).min(self.columns);
+                for (row, out) in rows
+                    .chunks_exact(self.rows)
+                    .zip(out.chunks_exact_mut(self.columns))
+                {
+                    let sums = panel_sums(panel, row);
+                    out[columns.clone()].copy_from_slice(&sums[..columns.len()]);
+                }
+            }
+        });
     }
 }
 

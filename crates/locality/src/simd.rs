@@ -1,0 +1,49 @@
+//! Inner loops, compiled once for every machine and once for AVX2, chosen when they run.
+//!
+//! The loops keep sixteen partial sums in a fixed order and nothing is contracted, so both give the
+//! same bits.
+
+use std::sync::LazyLock;
+
+use pulp::{Arch, WithSimd};
+
+static ARCH: LazyLock<Arch> = LazyLock::new(Arch::new);
+
+/// Runs `body`, inlined, with the widest instructions there are.
+#[inline(always)]
+pub(crate) fn dispatch<R>(body: impl FnOnce() -> R) -> R {
+    struct Body<F>(F);
+    impl<R, F: FnOnce() -> R> WithSimd for Body<F> {
+        type Output = R;
+        #[inline(always)]
+        fn with_simd<S: pulp::Simd>(self, _: S) -> R {
+            (self.0)()
+        }
+    }
+    ARCH.dispatch(Body(body))
+}
+
+/// `a . b` in sixteen interleaved partial sums; both a multiple of sixteen long.
+#[inline(always)]
+pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
+    let mut sums = [0.0f32; 16];
+    for (a, b) in a.as_chunks::<16>().0.iter().zip(b.as_chunks::<16>().0) {
+        for lane in 0..16 {
+            sums[lane] += a[lane] * b[lane];
+        }
+    }
+    tree_sum(sums)
+}
+
+/// Sums sixteen lanes pairwise.
+#[inline(always)]
+pub(crate) fn tree_sum(mut sums: [f32; 16]) -> f32 {
+    let mut half = 8;
+    while half > 0 {
+        for lane in 0..half {
+            sums[lane] += sums[lane + half];
+        }
+        half /= 2;
+    }
+    sums[0]
+}
