@@ -3,9 +3,13 @@
 //! [`Engine`](crate::Engine) decides; a [`Backend`] computes over keys and values that it owns. The model is one; tests put a
 //! small fake in its place.
 
+mod model;
+
 use experts::ModelShape;
 
 use crate::model::{ForwardOutput, SequenceSlice};
+
+pub(crate) use model::ModelBackend;
 
 /// What the engine must know of a backend, fixed for its life.
 #[derive(Debug, Clone, PartialEq)]

@@ -1,190 +1,28 @@
 //! The engine as its caller sees it.
 
+mod execute;
+mod transfer;
+mod usage;
+
 use std::sync::Arc;
 
-use crate::backend::Backend;
-use crate::cache::{BlockUsage, PinId, Pinned};
-use crate::handoff::{HandoffError, KvGeometry};
-use crate::model::Model;
-use crate::request::{Request, RequestId};
-use crate::step::Step;
+use rustc_hash::{FxHashMap, FxHashSet};
 
-/// How much an engine holds and does at once.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct EngineConfig {
-    /// Tokens per block of keys and values, a multiple of 16.
-    pub block_size: usize,
-    /// Blocks.
-    pub num_blocks: usize,
-    /// Requests that run at once; the others wait.
-    pub max_num_seqs: usize,
-    /// Tokens that one step computes, at least `max_num_seqs`. Longer prompts are computed in chunks.
-    pub max_batched_tokens: usize,
-    /// The longest sequence, prompt and generated tokens together; `None` takes the model's.
-    pub max_model_len: Option<usize>,
-    /// What happens to a request's blocks once nobody needs them.
-    pub prefix_cache: PrefixCache,
-}
+use crate::admission::{AdmissionError, Bounds};
+use crate::backend::{Backend, ModelBackend};
+use crate::cache::BlockId;
+use crate::handoff::{self, Contents, HandoffError, KvGeometry};
+use crate::model::{ForwardOutput, Model};
+use crate::options::{ConfigError, EngineConfig, PrefixCache};
+use crate::request::{PrefilledBlocks, Request, RequestId};
+use crate::sampler::Sampler;
+use crate::scheduler::{Limits, Scheduler};
+use crate::sequence::{Import, Sequence};
 
-/// Whether prompts take up the blocks of earlier ones.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum PrefixCache {
-    /// Blocks keep their names until they are needed for something else.
-    #[default]
-    On,
-    /// Every prompt is computed.
-    Off,
-}
+pub use transfer::HeldBlocks;
+pub use usage::Usage;
 
-impl Default for EngineConfig {
-    fn default() -> Self {
-        Self {
-            block_size: 16,
-            num_blocks: 1024,
-            max_num_seqs: 64,
-            max_batched_tokens: 512,
-            max_model_len: None,
-            prefix_cache: PrefixCache::On,
-        }
-    }
-}
-
-/// A configuration that no engine can have.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum ConfigError {
-    /// The block size is 0 or not a multiple of 16.
-    #[error("expected a block size that is a multiple of 16, got {got}")]
-    BlockSize {
-        /// The size that came.
-        got: usize,
-    },
-    /// Something that must be at least 1 is 0.
-    #[error("expected {field} to be at least 1")]
-    Zero {
-        /// The field.
-        field: &'static str,
-    },
-    /// A step could not hold one token of every running request.
-    #[error("expected max_batched_tokens of at least max_num_seqs ({max_num_seqs}), got {got}")]
-    BatchedTokens {
-        /// Requests that run at once.
-        max_num_seqs: usize,
-        /// The tokens that came.
-        got: usize,
-    },
-    /// More positions than the model has.
-    #[error("expected max_model_len of at most {max_positions}, the model's, got {got}")]
-    ModelLength {
-        /// The model's positions.
-        max_positions: usize,
-        /// The length that came.
-        got: usize,
-    },
-}
-
-/// Why a request was refused. Nothing of it stays behind, its pin included.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
-#[non_exhaustive]
-pub enum AdmissionError {
-    /// A living request has the name.
-    #[error("expected a new request id, got {id}, which is in use")]
-    DuplicateId {
-        /// The name.
-        id: u64,
-    },
-    /// There is nothing to continue.
-    #[error("expected a prompt of at least one token, got none")]
-    EmptyPrompt,
-    /// A token id outside the vocabulary.
-    #[error(
-        "expected token ids below {vocabulary}, got {token} at position {position} of the prompt"
-    )]
-    Token {
-        /// Token ids are below this.
-        vocabulary: usize,
-        /// The id that came.
-        token: u32,
-        /// Its place in the prompt.
-        position: usize,
-    },
-    /// Prompt and generated tokens exceed the context.
-    #[error(
-        "expected prompt and generated tokens of at most {limit}, got {prompt_tokens} + {max_tokens}"
-    )]
-    ContextLength {
-        /// The context.
-        limit: usize,
-        /// Tokens of the prompt.
-        prompt_tokens: usize,
-        /// Tokens to generate at most.
-        max_tokens: usize,
-    },
-    /// The request would need more blocks than there are.
-    #[error(
-        "expected a request of at most {limit} blocks of {block_size} tokens, got one that may need {needed}"
-    )]
-    Blocks {
-        /// All blocks of the engine.
-        limit: usize,
-        /// Tokens per block.
-        block_size: usize,
-        /// Blocks of prompt and generated tokens.
-        needed: usize,
-    },
-    /// A sampling parameter outside its range.
-    #[error("expected {field} {expected}, got {got}")]
-    Sampling {
-        /// The parameter.
-        field: &'static str,
-        /// Its range, in words.
-        expected: &'static str,
-        /// What came.
-        got: f64,
-    },
-    /// Blocks are held for a handoff after one token.
-    #[error("expected max_tokens 1 of a request whose blocks are held, got {max_tokens}")]
-    HoldLength {
-        /// Tokens to generate at most.
-        max_tokens: usize,
-    },
-    /// Gate sums are of what a request computes itself.
-    #[error("expected no handed-over blocks with a request that records gates")]
-    GatesWithHandoff,
-    /// The handed-over blocks cannot be taken.
-    #[error("handed-over blocks: {0}")]
-    Handoff(#[from] HandoffError),
-}
-
-/// What an engine is busy with.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Usage {
-    /// Where the blocks are.
-    pub blocks: BlockUsage,
-    /// Requests that run.
-    pub running: usize,
-    /// Requests that wait for blocks or for a place.
-    pub waiting: usize,
-    /// Finished requests whose blocks are held for a peer.
-    pub held: usize,
-    /// Pins that wait for their request.
-    pub pinned: usize,
-    /// Prompt tokens of all requests that began to run, since the start.
-    pub prompt_tokens_total: u64,
-    /// Of these, tokens that came from the prefix cache or a handoff.
-    pub cached_tokens_total: u64,
-    /// Requests that lost their blocks to older ones, since the start.
-    pub preemptions_total: u64,
-}
-
-/// A finished prefill whose blocks wait for a peer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct HeldBlocks {
-    /// Blocks of the prompt.
-    pub blocks: usize,
-    /// Tokens of the prompt.
-    pub tokens: usize,
-}
+use transfer::Held;
 
 /// An engine: a model, its blocks, and the requests that they serve.
 ///
@@ -197,6 +35,15 @@ pub struct HeldBlocks {
 /// [`PrefilledBlocks`](crate::PrefilledBlocks).
 pub struct Engine {
     backend: Box<dyn Backend>,
+    geometry: KvGeometry,
+    bounds: Bounds,
+    eos_token_ids: Vec<u32>,
+    scheduler: Scheduler,
+    /// Names of the requests that wait or run.
+    alive: FxHashSet<RequestId>,
+    held: FxHashMap<RequestId, Held>,
+    sampler: Sampler,
+    output: ForwardOutput,
 }
 
 impl Engine {
@@ -205,91 +52,153 @@ impl Engine {
     /// # Errors
     /// A configuration that contradicts itself or the model.
     pub fn new(model: Arc<Model>, config: EngineConfig) -> Result<Self, ConfigError> {
-        let _ = (model, config);
-        Err(ConfigError::Zero {
-            field: "num_blocks",
-        })
+        if !config.block_size.is_multiple_of(16) {
+            return Err(ConfigError::BlockSize {
+                got: config.block_size,
+            });
+        }
+        let facts = ModelBackend::facts_of(&model, &config);
+        config.check(&facts)?;
+        Ok(Self::assemble(
+            Box::new(ModelBackend::new(model, facts)),
+            &config,
+        ))
+    }
+
+    /// An engine over another backend; its block size and number of blocks count, not the configuration's.
+    ///
+    /// # Errors
+    /// A configuration that contradicts itself or the backend.
+    pub fn with_backend(
+        backend: Box<dyn Backend>,
+        config: EngineConfig,
+    ) -> Result<Self, ConfigError> {
+        let facts = backend.facts();
+        let config = EngineConfig {
+            block_size: facts.block_size,
+            num_blocks: facts.num_blocks,
+            ..config
+        };
+        config.check(facts)?;
+        Ok(Self::assemble(backend, &config))
+    }
+
+    fn assemble(backend: Box<dyn Backend>, config: &EngineConfig) -> Self {
+        let facts = backend.facts();
+        let geometry = KvGeometry::new(facts, backend.block_bytes());
+        let limits = Limits {
+            max_num_seqs: config.max_num_seqs,
+            max_batched_tokens: config.max_batched_tokens,
+            prefix_cache: config.prefix_cache == PrefixCache::On,
+        };
+        Self {
+            bounds: Bounds {
+                vocabulary: facts.vocabulary,
+                context: config.max_model_len.unwrap_or(facts.max_positions),
+                block_size: facts.block_size,
+                num_blocks: facts.num_blocks,
+            },
+            eos_token_ids: facts.eos_token_ids.clone(),
+            scheduler: Scheduler::new(limits, geometry.clone(), facts.num_blocks),
+            geometry,
+            backend,
+            alive: FxHashSet::default(),
+            held: FxHashMap::default(),
+            sampler: Sampler::default(),
+            output: ForwardOutput::default(),
+        }
     }
 
     /// Takes a request in; it runs as soon as there is room, in the order of arrival.
     ///
     /// # Errors
     /// A request that is malformed or can never fit, or handed-over blocks that are not what they should be.
-    pub fn add(&mut self, request: Request) -> Result<(), AdmissionError> {
-        let _ = request;
+    pub fn add(&mut self, mut request: Request) -> Result<(), AdmissionError> {
+        let prefilled = request.prefilled.take();
+        let pinned = match &prefilled {
+            Some(prefilled) => self
+                .scheduler
+                .pins
+                .take(prefilled.pin)
+                .ok_or(HandoffError::Pin)?,
+            None => None,
+        };
+        let import = self.check(&request, prefilled.as_ref(), pinned.as_deref());
+        let import = match (import, pinned, prefilled) {
+            (Ok(()), Some(pinned), Some(prefilled)) => Some(Import {
+                pinned,
+                payload: prefilled.payload,
+            }),
+            (Ok(()), _, _) => None,
+            (Err(error), pinned, _) => {
+                self.scheduler.blocks.release(pinned.into_iter().flatten());
+                return Err(error);
+            }
+        };
+        let names = self.scheduler.hasher.full_blocks(&request.prompt);
+        self.alive.insert(request.id);
+        let sequence = Sequence::new(request, self.geometry.shape, names, import);
+        self.scheduler.waiting.push_back(sequence);
+        Ok(())
+    }
+
+    /// Checks a request, and that the payload begins where the pinned blocks end.
+    fn check(
+        &self,
+        request: &Request,
+        prefilled: Option<&PrefilledBlocks>,
+        pinned: Option<&[BlockId]>,
+    ) -> Result<(), AdmissionError> {
+        if self.alive.contains(&request.id) || self.held.contains_key(&request.id) {
+            return Err(AdmissionError::DuplicateId { id: request.id.0 });
+        }
+        self.bounds.check(request, prefilled.is_some())?;
+        if let (Some(prefilled), Some(pinned)) = (prefilled, pinned) {
+            let expected = Contents {
+                tokens: request.prompt.len(),
+                first_block: pinned.len(),
+                prompt: self.scheduler.hasher.sequence(&request.prompt),
+            };
+            handoff::check(&self.geometry, &expected, &prefilled.payload)?;
+        }
         Ok(())
     }
 
     /// Ends a request, wherever it is: waiting, running, or held for a peer. Its blocks are free at once. Unknown ids are ignored.
     pub fn abort(&mut self, id: RequestId) {
-        let _ = id;
-    }
-
-    /// Computes one step: a token for every running request, chunks of prompts with what room is left.
-    pub fn step(&mut self) -> Step {
-        Step::default()
+        if self.alive.remove(&id) {
+            self.scheduler.remove(id);
+        }
+        self.release_held(id);
     }
 
     /// Whether a request runs or waits. Held blocks and pins are no work.
     #[must_use]
     pub fn has_work(&self) -> bool {
-        false
-    }
-
-    /// What the engine is busy with.
-    #[must_use]
-    pub fn usage(&self) -> Usage {
-        Usage::default()
+        !self.alive.is_empty()
     }
 
     /// What a peer's engine must have in common with this one.
     #[must_use]
     pub fn geometry(&self) -> KvGeometry {
-        KvGeometry::new(self.backend.facts(), self.backend.block_bytes())
+        self.geometry.clone()
     }
 
     /// The longest sequence, prompt and generated tokens together, that [`add`](Self::add) takes: the smaller one of the context and
     /// of what all blocks hold.
     #[must_use]
     pub fn max_sequence(&self) -> usize {
-        0
+        self.bounds.max_sequence()
     }
 
-    /// The blocks that a finished request holds for a peer, if it does.
-    #[must_use]
-    pub fn held(&self, id: RequestId) -> Option<HeldBlocks> {
-        let _ = id;
-        None
-    }
-
-    /// Keys, values and signature rows of a held prompt from block `first_block` on, with a header that says what they are. Asked
-    /// from the number of its blocks on, it gives a header alone.
-    ///
-    /// # Errors
-    /// Nothing is held under that name, or `first_block` lies beyond the prompt.
-    pub fn read_held(&self, id: RequestId, first_block: usize) -> Result<Vec<u8>, HandoffError> {
-        let _ = first_block;
-        Err(HandoffError::NotHeld { id: id.0 })
-    }
-
-    /// Lets the blocks of a finished request go; they stay in the prefix cache until needed. Unknown ids are ignored.
-    pub fn release_held(&mut self, id: RequestId) {
-        let _ = id;
-    }
-
-    /// References the leading blocks of a prompt that the engine already has, so that a peer need not send them. They stay until
-    /// [`add`](Self::add) uses the pin or [`unpin`](Self::unpin) gives it back. Should no request be able to run for want of blocks,
-    /// pins lose theirs, the latest first; a request that comes with such a pin computes its prompt itself.
-    pub fn pin_prefix(&mut self, tokens: &[u32]) -> Pinned {
-        let _ = tokens;
-        Pinned {
-            id: PinId(0),
-            blocks: 0,
-        }
-    }
-
-    /// Gives a pin back that no request will use. Unknown pins are ignored.
-    pub fn unpin(&mut self, id: PinId) {
-        let _ = id;
+    /// Panics unless every block is referenced exactly by those that list it.
+    #[cfg(test)]
+    pub(crate) fn check_blocks(&self) {
+        let imports = (self.scheduler.waiting.iter()).filter_map(|s| s.import.as_ref());
+        let owners = (self.scheduler.running.iter().map(|s| s.blocks.as_slice()))
+            .chain(imports.map(|i| i.pinned.as_slice()))
+            .chain(self.held.values().map(|h| h.blocks.as_slice()))
+            .chain(self.scheduler.pins.blocks());
+        self.scheduler.blocks.check(owners);
     }
 }

@@ -7,27 +7,34 @@
 //! A token's logits are the same bits whatever else is in the batch, however its prompt was chunked and wherever its prefix
 //! came from; the module docs of [`model`] say how.
 
+mod admission;
 mod backend;
 pub mod cache;
 pub mod checkpoint;
 mod facade;
 pub mod handoff;
 pub mod model;
+mod options;
 mod request;
+mod sampler;
+mod scheduler;
+mod sequence;
 mod step;
 pub mod stop;
+#[cfg(test)]
+mod tests;
 
+pub use admission::AdmissionError;
 pub use backend::{Backend, BackendFacts};
 pub use cache::{BlockUsage, PinId, Pinned};
 pub use checkpoint::{LoadError, LoadOptions};
-pub use facade::{
-    AdmissionError, ConfigError, Engine, EngineConfig, HeldBlocks, PrefixCache, Usage,
-};
+pub use facade::{Engine, HeldBlocks, Usage};
 pub use handoff::{HandoffError, KvGeometry};
 pub use model::{
     ForwardOutput, GateRows, KvStore, LogitsWanted, Model, ModelConfig, Phase, Scratch,
     SequenceSlice,
 };
+pub use options::{ConfigError, EngineConfig, PrefixCache};
 pub use request::{PrefilledBlocks, Recording, Request, RequestId, SamplingParams};
 pub use step::{
     FinishReason, FirstToken, GateSums, Recorded, Step, StepStats, TokenLogprobs, TokenOut,

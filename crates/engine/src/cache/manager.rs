@@ -61,17 +61,32 @@ impl BlockManager {
         }
     }
 
-    /// References the longest known run of leading blocks.
-    pub fn share_prefix(&mut self, names: &[BlockHash]) -> Vec<BlockId> {
-        let mut blocks = Vec::new();
-        for name in names {
-            let Some(block) = self.pool.find(name) else {
-                break;
-            };
+    /// The longest known run of leading blocks. They are not referenced yet.
+    #[must_use]
+    pub fn find_prefix(&self, names: &[BlockHash]) -> Vec<BlockId> {
+        names
+            .iter()
+            .map_while(|name| self.pool.find(name))
+            .collect()
+    }
+
+    /// References blocks that are in use or cached.
+    pub fn share(&mut self, blocks: &[BlockId]) {
+        for &block in blocks {
             self.pool.share(block);
-            blocks.push(block);
         }
-        blocks
+    }
+
+    /// Whether nobody references a block.
+    #[must_use]
+    pub fn is_idle(&self, block: BlockId) -> bool {
+        self.pool.references(block) == 0
+    }
+
+    /// Whether a block has exactly one reference.
+    #[must_use]
+    pub fn is_sole(&self, block: BlockId) -> bool {
+        self.pool.references(block) == 1
     }
 
     /// Appends `count` new blocks, each with one reference and an empty row, or none when there are not enough.
@@ -107,7 +122,7 @@ impl BlockManager {
     /// Whether a block may be written: one owner, no name.
     #[must_use]
     pub fn is_writable(&self, block: BlockId) -> bool {
-        self.pool.references(block) == 1 && self.pool.name(block).is_none()
+        self.is_sole(block) && self.pool.name(block).is_none()
     }
 
     /// Counts the token at `offset` of a block, whose choices are `[moe_layers, top_k]`, unless the block's row has it already.

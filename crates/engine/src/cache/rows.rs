@@ -18,7 +18,9 @@ pub(super) struct Rows {
 
 /// A row that does not fit its block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("expected the signature row to count {expected} selections in layer {layer}, got {got}")]
+#[error(
+    "expected the signature row to count {expected} selections in layer {layer}, got {got} (at most {largest} of one expert)"
+)]
 pub struct RowError {
     /// The MoE layer.
     pub layer: usize,
@@ -26,6 +28,8 @@ pub struct RowError {
     pub expected: u64,
     /// The sum of the row's layer.
     pub got: u64,
+    /// The largest count, which is at most the number of tokens.
+    pub largest: u64,
 }
 
 impl Rows {
@@ -94,15 +98,16 @@ pub(crate) fn check_row(shape: ModelShape, filled: u32, bytes: &[u8]) -> Result<
     let expected = u64::from(filled) * u64::from(shape.top_k);
     let layer_bytes = (shape.experts as usize * 2).max(1);
     for (layer, row) in bytes.chunks(layer_bytes).enumerate() {
-        let cells = row
-            .chunks_exact(2)
-            .map(|c| u64::from(u16::from_le_bytes([c[0], c[1]])));
-        let got = cells.sum();
-        if got != expected {
+        let cells = row.as_chunks::<2>().0.iter();
+        let (got, largest) = cells
+            .map(|cell| u64::from(u16::from_le_bytes(*cell)))
+            .fold((0, 0), |(sum, largest), c| (sum + c, c.max(largest)));
+        if got != expected || largest > u64::from(filled) {
             return Err(RowError {
                 layer,
                 expected,
                 got,
+                largest,
             });
         }
     }
