@@ -31,7 +31,7 @@ pub use checkpoint::{LoadError, LoadOptions};
 pub use facade::{Engine, HeldBlocks, Usage};
 pub use handoff::{HandoffError, KvGeometry};
 pub use model::{
-    ForwardOutput, GateRows, KvStore, LogitsWanted, Model, ModelConfig, Phase, Scratch,
+    ForwardError, ForwardOutput, GateRows, KvStore, LogitsWanted, Model, ModelConfig, Phase, Scratch,
     SequenceSlice,
 };
 pub use options::{ConfigError, EngineConfig, PrefixCache};

@@ -9,14 +9,21 @@
 //! - expert outputs that are kept apart and summed per token in top-k order.
 
 mod config;
+mod forward;
 mod kv;
+mod weights;
 
 pub use config::ModelConfig;
+pub use forward::Scratch;
 pub use kv::KvStore;
 
 use std::path::Path;
 
-use crate::checkpoint::{LoadError, LoadOptions};
+use experts::ModelShape;
+use kernels::{Isa, RopeTable, ShapeError};
+
+use crate::checkpoint::{Checkpoint, LoadError, LoadOptions};
+use weights::Weights;
 
 /// Which rows of a slice want logits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -83,27 +90,102 @@ pub struct ForwardOutput {
     pub distinct_experts_decode: Vec<u32>,
 }
 
-/// Working memory of [`Model::forward`]: grows to the largest step seen and is reused, so that steps allocate nothing.
-#[derive(Debug, Default)]
-pub struct Scratch {}
+/// Why a step was refused. Nothing was computed, unless the kernels refused.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ForwardError {
+    /// A slice without tokens.
+    #[error("slice {slice} of the batch has no tokens")]
+    Empty {
+        /// Index in the batch.
+        slice: usize,
+    },
+    /// A position that the model does not have.
+    #[error("slice {slice} of the batch ends at position {end}, expected at most {limit}")]
+    Position {
+        /// Index in the batch.
+        slice: usize,
+        /// One after its last position.
+        end: usize,
+        /// [`ModelConfig::max_positions`].
+        limit: usize,
+    },
+    /// A block table that does not reach the last position.
+    #[error("slice {slice} of the batch has {got} blocks, expected {expected}")]
+    BlockTable {
+        /// Index in the batch.
+        slice: usize,
+        /// Blocks needed.
+        expected: usize,
+        /// Blocks given.
+        got: usize,
+    },
+    /// A block that the store does not have.
+    #[error("slice {slice} of the batch names block {block}, expected less than {limit}")]
+    Block {
+        /// Index in the batch.
+        slice: usize,
+        /// The block.
+        block: u32,
+        /// Blocks in the store.
+        limit: usize,
+    },
+    /// A token that the vocabulary does not have.
+    #[error("slice {slice} of the batch has token {token}, expected less than {limit}")]
+    Token {
+        /// Index in the batch.
+        slice: usize,
+        /// The token id.
+        token: u32,
+        /// [`ModelConfig::vocab_size`].
+        limit: usize,
+    },
+    /// The kernels refused: a key-value store of another model's geometry.
+    #[error(transparent)]
+    Kernel(#[from] ShapeError),
+}
 
 /// A loaded model: read-only, shared between engines.
 #[derive(Debug)]
 pub struct Model {
     config: ModelConfig,
+    weights: Weights,
+    rope: RopeTable,
+    isa: Isa,
+    fingerprint: String,
+    expert_padding: usize,
 }
 
 impl Model {
-    /// Loads the Hugging Face directory `dir`.
+    /// Loads the Hugging Face directory `dir`: config.json, generation_config.json if there is one, and model.safetensors or
+    /// the files that model.safetensors.index.json names.
     ///
     /// # Errors
     /// Names what is missing, damaged or unsupported; never panics on a bad directory.
     pub fn load(dir: &Path, options: &LoadOptions) -> Result<Self, LoadError> {
-        let _ = options;
-        Err(LoadError::Io {
-            path: dir.to_path_buf(),
-            source: std::io::ErrorKind::Unsupported.into(),
-        })
+        let padding = options.expert_padding;
+        if !(1..=1024).contains(&padding) {
+            return Err(LoadError::Padding(padding));
+        }
+        let config = ModelConfig::read(dir)?;
+        let mut checkpoint = Checkpoint::open(dir)?;
+        let weights = Weights::load(&mut checkpoint, &config, padding)?;
+        let mut hasher = checkpoint.finish()?;
+        hasher.update(format!("{config:?}").as_bytes());
+        let rope = RopeTable::new(config.rope_theta, config.head_dim, config.max_positions)
+            .map_err(|source| LoadError::Pack { name: "the rotary table".to_owned(), source })?;
+        let fingerprint = hasher.finalize().to_hex()[..32].to_owned();
+        Ok(Self { config, weights, rope, isa: Isa::detect(), fingerprint, expert_padding: padding })
+    }
+
+    /// Computes with the instruction set `isa` from now on. The bits stay the same.
+    pub fn set_isa(&mut self, isa: Isa) {
+        self.isa = isa;
+    }
+
+    /// The instruction set in use, by default the fastest that the processor has.
+    #[must_use]
+    pub fn isa(&self) -> Isa {
+        self.isa
     }
 
     /// The model's shape and constants.
@@ -112,25 +194,40 @@ impl Model {
         &self.config
     }
 
-    /// A hash of configuration and weights (not of padding): two models with the same fingerprint compute the same bits on
-    /// the same instruction set, so their keys and values may be exchanged.
+    /// What a router sees of the model: its MoE layers only.
+    #[must_use]
+    pub fn shape(&self) -> ModelShape {
+        self.config.shape()
+    }
+
+    /// How many times each expert's intermediate size was padded.
+    #[must_use]
+    pub fn expert_padding(&self) -> usize {
+        self.expert_padding
+    }
+
+    /// A hash of configuration and weights (not of padding): two models with the same fingerprint compute the same bits, so
+    /// their keys and values may be exchanged.
     #[must_use]
     pub fn fingerprint(&self) -> &str {
-        ""
+        &self.fingerprint
     }
 
     /// Computes one step: writes the keys and values of all rows into `kv` and what was asked for into `out`.
     ///
-    /// # Panics
-    /// When the batch breaks the rules of [`SequenceSlice`]: no tokens, an id outside the vocabulary, a position from
-    /// [`ModelConfig::max_positions`] on, a block table that is too short or names blocks that `kv` does not have. Whoever admits requests checks these.
+    /// In the last layer the experts compute only the rows that want logits; the choices of all rows are recorded all the same.
+    ///
+    /// # Errors
+    /// When the batch breaks the rules of [`SequenceSlice`]. Whoever admits requests checks token ids and lengths, so that
+    /// one request cannot spoil a whole step.
     pub fn forward(
         &self,
         batch: &[SequenceSlice<'_>],
         kv: &mut KvStore,
         scratch: &mut Scratch,
         out: &mut ForwardOutput,
-    ) {
-        let _ = (batch, kv, scratch, out);
+    ) -> Result<(), ForwardError> {
+        let Self { config, weights, rope, isa, .. } = self;
+        forward::Step { config, weights, rope, isa: *isa, batch, scratch }.run(kv, out)
     }
 }
