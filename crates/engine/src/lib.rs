@@ -31,8 +31,8 @@ pub use checkpoint::{LoadError, LoadOptions};
 pub use facade::{Engine, HeldBlocks, Usage};
 pub use handoff::{HandoffError, KvGeometry};
 pub use model::{
-    ForwardError, ForwardOutput, GateRows, KvStore, LogitsWanted, Model, ModelConfig, Phase, Scratch,
-    SequenceSlice,
+    ForwardError, ForwardOutput, GateRows, KvStore, LogitsWanted, Model, ModelConfig, Phase,
+    Scratch, SequenceSlice,
 };
 pub use options::{ConfigError, EngineConfig, PrefixCache};
 pub use request::{PrefilledBlocks, Recording, Request, RequestId, SamplingParams};

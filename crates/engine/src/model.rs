@@ -172,9 +172,19 @@ impl Model {
         let mut hasher = checkpoint.finish()?;
         hasher.update(format!("{config:?}").as_bytes());
         let rope = RopeTable::new(config.rope_theta, config.head_dim, config.max_positions)
-            .map_err(|source| LoadError::Pack { name: "the rotary table".to_owned(), source })?;
+            .map_err(|source| LoadError::Pack {
+                name: "the rotary table".to_owned(),
+                source,
+            })?;
         let fingerprint = hasher.finalize().to_hex()[..32].to_owned();
-        Ok(Self { config, weights, rope, isa: Isa::detect(), fingerprint, expert_padding: padding })
+        Ok(Self {
+            config,
+            weights,
+            rope,
+            isa: Isa::detect(),
+            fingerprint,
+            expert_padding: padding,
+        })
     }
 
     /// Computes with the instruction set `isa` from now on. The bits stay the same.
@@ -227,7 +237,21 @@ impl Model {
         scratch: &mut Scratch,
         out: &mut ForwardOutput,
     ) -> Result<(), ForwardError> {
-        let Self { config, weights, rope, isa, .. } = self;
-        forward::Step { config, weights, rope, isa: *isa, batch, scratch }.run(kv, out)
+        let Self {
+            config,
+            weights,
+            rope,
+            isa,
+            ..
+        } = self;
+        forward::Step {
+            config,
+            weights,
+            rope,
+            isa: *isa,
+            batch,
+            scratch,
+        }
+        .run(kv, out)
     }
 }

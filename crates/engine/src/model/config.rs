@@ -128,7 +128,11 @@ impl ModelConfig {
     /// What a router sees of the model: its MoE layers only.
     #[must_use]
     pub fn shape(&self) -> ModelShape {
-        ModelShape { layers: self.moe_layers.len() as u32, experts: self.experts as u32, top_k: self.top_k as u32 }
+        ModelShape {
+            layers: self.moe_layers.len() as u32,
+            experts: self.experts as u32,
+            top_k: self.top_k as u32,
+        }
     }
 
     /// Whether decoder layer `layer` is an MoE layer.
@@ -247,7 +251,10 @@ impl Checked<'_> {
             rms_norm_eps: rms_norm_eps as f32,
             rope_theta: self.rope_theta(&raw)?,
             tie_word_embeddings: raw.tie_word_embeddings.unwrap_or(false),
-            max_positions: self.size("max_position_embeddings", Some(raw.max_position_embeddings.unwrap_or(32_768)))?,
+            max_positions: self.size(
+                "max_position_embeddings",
+                Some(raw.max_position_embeddings.unwrap_or(32_768)),
+            )?,
             eos_token_ids: raw
                 .eos_token_id
                 .map(OneOrMany::into_vec)

@@ -1,11 +1,16 @@
 //! One step.
 
 use half::bf16;
-use kernels::{Attention, Isa, Renormalise, RopeTable, Rows, RowsMut, ShapeError, add, combine, head_norm_rope, matmul};
+use kernels::{
+    Attention, Isa, Renormalise, RopeTable, Rows, RowsMut, ShapeError, add, combine,
+    head_norm_rope, matmul,
+};
 use kernels::{matmul_silu_mul, rms_norm, softmax_top_k, to_bf16, to_f32};
 
 use super::weights::{Expert, Layer, Mlp, Weights};
-use super::{ForwardError, ForwardOutput, KvStore, LogitsWanted, ModelConfig, Phase, SequenceSlice};
+use super::{
+    ForwardError, ForwardOutput, KvStore, LogitsWanted, ModelConfig, Phase, SequenceSlice,
+};
 
 /// Working memory of [`Model::forward`](super::Model::forward): grows to the largest step seen and is reused, so that steps
 /// allocate nothing.
@@ -74,7 +79,11 @@ pub(super) struct Step<'a> {
 }
 
 impl Step<'_> {
-    pub(super) fn run(mut self, kv: &mut KvStore, out: &mut ForwardOutput) -> Result<(), ForwardError> {
+    pub(super) fn run(
+        mut self,
+        kv: &mut KvStore,
+        out: &mut ForwardOutput,
+    ) -> Result<(), ForwardError> {
         let rows = self.check(kv)?;
         self.prepare(rows, kv, out);
         self.embed(rows)?;
@@ -87,13 +96,24 @@ impl Step<'_> {
             }
             let hidden = self.config.hidden_size;
             let normed = grow(&mut self.scratch.normed, rows * hidden);
-            rms_norm(self.isa, &self.scratch.x[..rows * hidden], &layer.mlp_norm, self.config.rms_norm_eps, normed)?;
+            rms_norm(
+                self.isa,
+                &self.scratch.x[..rows * hidden],
+                &layer.mlp_norm,
+                self.config.rms_norm_eps,
+                normed,
+            )?;
             match &layer.mlp {
                 Mlp::Dense(mlp) => self.dense(mlp, rows, index == last)?,
                 Mlp::Moe { router, experts } => {
                     let logits = grow(&mut self.scratch.router_logits, rows * self.config.experts);
                     let normed = Rows::dense(&self.scratch.normed[..rows * hidden], hidden);
-                    matmul(self.isa, normed, router, RowsMut::dense(logits, self.config.experts))?;
+                    matmul(
+                        self.isa,
+                        normed,
+                        router,
+                        RowsMut::dense(logits, self.config.experts),
+                    )?;
                     self.choose(moe_layer, rows, out)?;
                     self.moe(moe_layer, experts, rows, index == last, out)?;
                     moe_layer += 1;
@@ -113,16 +133,39 @@ impl Step<'_> {
                 return Err(ForwardError::Empty { slice: index });
             }
             if end > self.config.max_positions {
-                return Err(ForwardError::Position { slice: index, end, limit: self.config.max_positions });
+                return Err(ForwardError::Position {
+                    slice: index,
+                    end,
+                    limit: self.config.max_positions,
+                });
             }
             if slice.block_table.len() < needed {
-                return Err(ForwardError::BlockTable { slice: index, expected: needed, got: slice.block_table.len() });
+                return Err(ForwardError::BlockTable {
+                    slice: index,
+                    expected: needed,
+                    got: slice.block_table.len(),
+                });
             }
-            if let Some(&block) = slice.block_table[..needed].iter().find(|&&block| block as usize >= kv.num_blocks()) {
-                return Err(ForwardError::Block { slice: index, block, limit: kv.num_blocks() });
+            if let Some(&block) = slice.block_table[..needed]
+                .iter()
+                .find(|&&block| block as usize >= kv.num_blocks())
+            {
+                return Err(ForwardError::Block {
+                    slice: index,
+                    block,
+                    limit: kv.num_blocks(),
+                });
             }
-            if let Some(&token) = slice.tokens.iter().find(|&&token| token as usize >= self.config.vocab_size) {
-                return Err(ForwardError::Token { slice: index, token, limit: self.config.vocab_size });
+            if let Some(&token) = slice
+                .tokens
+                .iter()
+                .find(|&&token| token as usize >= self.config.vocab_size)
+            {
+                return Err(ForwardError::Token {
+                    slice: index,
+                    token,
+                    limit: self.config.vocab_size,
+                });
             }
             rows += slice.tokens.len();
         }
@@ -130,7 +173,12 @@ impl Step<'_> {
     }
 
     fn prepare(&mut self, rows: usize, kv: &KvStore, out: &mut ForwardOutput) {
-        let Self { config, batch, scratch, .. } = self;
+        let Self {
+            config,
+            batch,
+            scratch,
+            ..
+        } = self;
         scratch.logits_rows.clear();
         scratch.tables.clear();
         let (mut first, mut gate_rows) = (0, 0);
@@ -139,20 +187,37 @@ impl Step<'_> {
             match slice.logits {
                 LogitsWanted::None => {}
                 LogitsWanted::Last => scratch.logits_rows.push((first + len - 1) as u32),
-                LogitsWanted::All => scratch.logits_rows.extend((first..first + len).map(|row| row as u32)),
+                LogitsWanted::All => scratch
+                    .logits_rows
+                    .extend((first..first + len).map(|row| row as u32)),
             }
             let blocks = (slice.first_position + len).div_ceil(kv.block_size());
-            scratch.tables.extend(slice.block_table[..blocks].iter().map(|&block| kv.entry(block)));
+            scratch.tables.extend(
+                slice.block_table[..blocks]
+                    .iter()
+                    .map(|&block| kv.entry(block)),
+            );
             gate_rows += if slice.gates { len } else { 0 };
             first += len;
         }
         let known = scratch.all_rows.len();
-        scratch.all_rows.extend(known as u32..rows.max(known) as u32);
+        scratch
+            .all_rows
+            .extend(known as u32..rows.max(known) as u32);
         let moe_layers = config.moe_layers.len();
-        set_len(&mut out.logits, scratch.logits_rows.len() * config.vocab_size);
+        set_len(
+            &mut out.logits,
+            scratch.logits_rows.len() * config.vocab_size,
+        );
         set_len(&mut out.experts, rows * moe_layers * config.top_k);
-        set_len(&mut out.gates.probabilities, gate_rows * moe_layers * config.experts);
-        set_len(&mut out.gates.logits, gate_rows * moe_layers * config.experts);
+        set_len(
+            &mut out.gates.probabilities,
+            gate_rows * moe_layers * config.experts,
+        );
+        set_len(
+            &mut out.gates.logits,
+            gate_rows * moe_layers * config.experts,
+        );
         set_len(&mut out.distinct_experts, moe_layers);
         set_len(&mut out.distinct_experts_decode, moe_layers);
     }
@@ -162,22 +227,52 @@ impl Step<'_> {
         let x = grow(&mut self.scratch.x, rows * hidden);
         let tokens = self.batch.iter().flat_map(|slice| slice.tokens);
         for (&token, row) in tokens.zip(x.chunks_exact_mut(hidden)) {
-            to_f32(self.isa, &self.weights.embedding[token as usize * hidden..][..hidden], row)?;
+            to_f32(
+                self.isa,
+                &self.weights.embedding[token as usize * hidden..][..hidden],
+                row,
+            )?;
         }
         Ok(())
     }
 
-    fn attend(&mut self, index: usize, layer: &Layer, rows: usize, kv: &mut KvStore) -> Result<(), ShapeError> {
-        let ModelConfig { hidden_size: hidden, heads, kv_heads, head_dim, rms_norm_eps: eps, .. } = *self.config;
-        let Self { isa, rope, batch, .. } = *self;
+    fn attend(
+        &mut self,
+        index: usize,
+        layer: &Layer,
+        rows: usize,
+        kv: &mut KvStore,
+    ) -> Result<(), ShapeError> {
+        let ModelConfig {
+            hidden_size: hidden,
+            heads,
+            kv_heads,
+            head_dim,
+            rms_norm_eps: eps,
+            ..
+        } = *self.config;
+        let Self {
+            isa, rope, batch, ..
+        } = *self;
         let scratch = &mut *self.scratch;
         let (query_width, kv_width) = (heads * head_dim, kv_heads * head_dim);
         let width = query_width + 2 * kv_width;
 
         let normed = grow(&mut scratch.normed, rows * hidden);
-        rms_norm(isa, &scratch.x[..rows * hidden], &layer.input_norm, eps, normed)?;
+        rms_norm(
+            isa,
+            &scratch.x[..rows * hidden],
+            &layer.input_norm,
+            eps,
+            normed,
+        )?;
         let qkv = grow(&mut scratch.qkv, rows * width);
-        matmul(isa, Rows::dense(normed, hidden), &layer.qkv, RowsMut::dense(qkv, width))?;
+        matmul(
+            isa,
+            Rows::dense(normed, hidden),
+            &layer.qkv,
+            RowsMut::dense(qkv, width),
+        )?;
 
         let queries = grow(&mut scratch.queries, rows * query_width);
         let (keys, values) = grow(&mut scratch.key_value, 2 * kv_width).split_at_mut(kv_width);
@@ -217,7 +312,12 @@ impl Step<'_> {
         }
 
         let delta = grow(&mut scratch.delta, rows * hidden);
-        matmul(isa, Rows::dense(attended, query_width), &layer.output, RowsMut::dense(delta, hidden))?;
+        matmul(
+            isa,
+            Rows::dense(attended, query_width),
+            &layer.output,
+            RowsMut::dense(delta, hidden),
+        )?;
         add(isa, delta, &mut scratch.x[..rows * hidden])
     }
 
@@ -235,7 +335,10 @@ impl Step<'_> {
         let hidden = self.config.hidden_size;
         let scratch = &mut *self.scratch;
         let (wanted, x) = if last {
-            (&scratch.logits_rows[..], &mut scratch.x_last[..scratch.logits_rows.len() * hidden])
+            (
+                &scratch.logits_rows[..],
+                &mut scratch.x_last[..scratch.logits_rows.len() * hidden],
+            )
         } else {
             (&scratch.all_rows[..rows], &mut scratch.x[..rows * hidden])
         };
@@ -244,15 +347,34 @@ impl Step<'_> {
         let normed = Rows::gather(&scratch.normed, hidden, wanted);
         matmul_silu_mul(self.isa, normed, &mlp.gate_up, activations)?;
         let delta = grow(&mut scratch.delta, wanted.len() * hidden);
-        matmul(self.isa, Rows::dense(activations, inner), &mlp.down, RowsMut::dense(delta, hidden))?;
+        matmul(
+            self.isa,
+            Rows::dense(activations, inner),
+            &mlp.down,
+            RowsMut::dense(delta, hidden),
+        )?;
         add(self.isa, delta, x)
     }
 
     /// Every row's experts and their weights, from the router's logits; and the statistics.
-    fn choose(&mut self, moe_layer: usize, rows: usize, out: &mut ForwardOutput) -> Result<(), ShapeError> {
-        let ModelConfig { experts, top_k, norm_topk_prob, .. } = *self.config;
+    fn choose(
+        &mut self,
+        moe_layer: usize,
+        rows: usize,
+        out: &mut ForwardOutput,
+    ) -> Result<(), ShapeError> {
+        let ModelConfig {
+            experts,
+            top_k,
+            norm_topk_prob,
+            ..
+        } = *self.config;
         let moe_layers = self.config.moe_layers.len();
-        let renormalise = if norm_topk_prob { Renormalise::Yes } else { Renormalise::No };
+        let renormalise = if norm_topk_prob {
+            Renormalise::Yes
+        } else {
+            Renormalise::No
+        };
         let scratch = &mut *self.scratch;
         grow(&mut scratch.gate_weights, rows * top_k);
         grow(&mut scratch.probabilities, experts);
@@ -296,21 +418,31 @@ impl Step<'_> {
         last: bool,
         out: &ForwardOutput,
     ) -> Result<(), ShapeError> {
-        let ModelConfig { hidden_size: hidden, top_k, .. } = *self.config;
+        let ModelConfig {
+            hidden_size: hidden,
+            top_k,
+            ..
+        } = *self.config;
         let moe_layers = self.config.moe_layers.len();
         let scratch = &mut *self.scratch;
         let (wanted, x) = if last {
             // The weights of the wanted rows move up to stand beside `x_last`; rows rise, so none is overwritten before its turn.
             for (to, &row) in scratch.logits_rows.iter().enumerate() {
                 let from = row as usize * top_k;
-                scratch.gate_weights.copy_within(from..from + top_k, to * top_k);
+                scratch
+                    .gate_weights
+                    .copy_within(from..from + top_k, to * top_k);
             }
-            (&scratch.logits_rows[..], &mut scratch.x_last[..scratch.logits_rows.len() * hidden])
+            (
+                &scratch.logits_rows[..],
+                &mut scratch.x_last[..scratch.logits_rows.len() * hidden],
+            )
         } else {
             (&scratch.all_rows[..rows], &mut scratch.x[..rows * hidden])
         };
         let slots = wanted.len() * top_k;
-        let ids = |row: u32| &out.experts[(row as usize * moe_layers + moe_layer) * top_k..][..top_k];
+        let ids =
+            |row: u32| &out.experts[(row as usize * moe_layers + moe_layer) * top_k..][..top_k];
 
         // A counting sort by expert: sizes, then ends, then filled from the back so that ends become starts.
         let group = grow(&mut scratch.group, experts.len());
@@ -354,12 +486,28 @@ impl Step<'_> {
     }
 
     fn logits(&mut self, out: &mut ForwardOutput) -> Result<(), ForwardError> {
-        let ModelConfig { hidden_size: hidden, vocab_size: vocab, rms_norm_eps: eps, .. } = *self.config;
+        let ModelConfig {
+            hidden_size: hidden,
+            vocab_size: vocab,
+            rms_norm_eps: eps,
+            ..
+        } = *self.config;
         let scratch = &mut *self.scratch;
         let elements = scratch.logits_rows.len() * hidden;
         let normed = grow(&mut scratch.normed, elements);
-        rms_norm(self.isa, &scratch.x_last[..elements], &self.weights.final_norm, eps, normed)?;
+        rms_norm(
+            self.isa,
+            &scratch.x_last[..elements],
+            &self.weights.final_norm,
+            eps,
+            normed,
+        )?;
         let to = RowsMut::dense(&mut out.logits, vocab);
-        Ok(matmul(self.isa, Rows::dense(normed, hidden), &self.weights.head, to)?)
+        Ok(matmul(
+            self.isa,
+            Rows::dense(normed, hidden),
+            &self.weights.head,
+            to,
+        )?)
     }
 }

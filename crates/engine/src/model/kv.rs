@@ -22,10 +22,19 @@ impl KvStore {
     ///
     /// # Errors
     /// When `block_size` is not a multiple of 16, or 0.
-    pub fn new(config: &ModelConfig, block_size: usize, num_blocks: usize) -> Result<Self, ShapeError> {
+    pub fn new(
+        config: &ModelConfig,
+        block_size: usize,
+        num_blocks: usize,
+    ) -> Result<Self, ShapeError> {
         let layout = KvLayout::new(block_size, config.kv_heads, config.head_dim)?;
         let data = AlignedBuf::zeroed(num_blocks * config.layers * layout.block_elements());
-        Ok(Self { layout, layers: config.layers, num_blocks, data })
+        Ok(Self {
+            layout,
+            layers: config.layers,
+            num_blocks,
+            data,
+        })
     }
 
     /// Positions per block.
@@ -98,6 +107,7 @@ impl KvStore {
     ) -> Result<(), ShapeError> {
         let elements = self.layout.block_elements();
         let start = (index as usize * self.layers + layer) * elements;
-        self.layout.write_token(&mut self.data[start..start + elements], slot, keys, values)
+        self.layout
+            .write_token(&mut self.data[start..start + elements], slot, keys, values)
     }
 }
