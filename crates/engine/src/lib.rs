@@ -21,8 +21,10 @@ mod scheduler;
 mod sequence;
 mod step;
 pub mod stop;
+pub mod testing;
 #[cfg(test)]
 mod tests;
+pub mod tokenizer;
 
 pub use admission::AdmissionError;
 pub use backend::{Backend, BackendFacts};
@@ -39,3 +41,4 @@ pub use request::{PrefilledBlocks, Recording, Request, RequestId, SamplingParams
 pub use step::{
     FinishReason, FirstToken, GateSums, Recorded, Step, StepStats, TokenLogprobs, TokenOut,
 };
+pub use tokenizer::{ChatOptions, Detokenizer, Tokenizer, TokenizerError};
