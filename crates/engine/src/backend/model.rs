@@ -2,8 +2,6 @@
 
 use std::sync::Arc;
 
-use experts::ModelShape;
-
 use super::{Backend, BackendFacts};
 use crate::model::{ForwardOutput, KvStore, Model, Scratch, SequenceSlice};
 use crate::options::EngineConfig;
@@ -22,11 +20,7 @@ impl ModelBackend {
     pub(crate) fn facts_of(model: &Model, config: &EngineConfig) -> BackendFacts {
         let m = model.config();
         BackendFacts {
-            shape: ModelShape {
-                layers: m.moe_layers.len() as u32,
-                experts: m.experts as u32,
-                top_k: m.top_k as u32,
-            },
+            shape: model.shape(),
             fingerprint: model.fingerprint().to_owned(),
             vocabulary: m.vocab_size,
             max_positions: m.max_positions,
@@ -41,7 +35,8 @@ impl ModelBackend {
 
     /// Takes room for all blocks; `facts` are [`ModelBackend::facts_of`] the model, checked.
     pub(crate) fn new(model: Arc<Model>, facts: BackendFacts) -> Self {
-        let kv = KvStore::new(model.config(), facts.block_size, facts.num_blocks);
+        let kv = KvStore::new(model.config(), facts.block_size, facts.num_blocks)
+            .expect("the block size was checked with the rest of the configuration");
         Self {
             model,
             facts,
@@ -57,8 +52,13 @@ impl Backend for ModelBackend {
     }
 
     fn forward(&mut self, batch: &[SequenceSlice<'_>], out: &mut ForwardOutput) {
-        self.model
-            .forward(batch, &mut self.kv, &mut self.scratch, out);
+        // Admission has checked tokens and lengths, the block manager owns the tables: what is refused here is a defect of this crate.
+        if let Err(error) = self
+            .model
+            .forward(batch, &mut self.kv, &mut self.scratch, out)
+        {
+            panic!("the engine built a batch that its model refuses: {error}");
+        }
     }
 
     fn block_bytes(&self) -> usize {
