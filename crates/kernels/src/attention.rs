@@ -11,7 +11,7 @@ use crate::kv::KvLayout;
 use crate::lanes::{LANES, Lanes};
 use crate::reduce;
 use crate::round::round_bf16;
-use crate::tile::{self, MAX_ROWS, TILE};
+use crate::tile::{self, MAX_ROWS, Sums, TILE};
 
 /// Tokens of one split of the context. Splits begin at multiples of it, counted from the sequence's first token.
 pub const SPLIT: usize = 64;
@@ -232,15 +232,14 @@ unsafe fn attend<L: Lanes>(
         });
         // SAFETY: `queries` holds six rows of `dim`; each key group was sliced to `dim / 2` lines of 32; a tile has one to six rows.
         unsafe {
-            tile::product::<L>(
+            score::<L>(
                 scratch.queries.as_ptr(),
-                dim,
                 tile.len(),
                 &keys,
-                dim / 2,
+                dim,
                 &mut scores,
-            );
-        }
+            )
+        };
         let mut seen = [0; MAX_ROWS];
         for ((i, query), scores) in tile
             .iter_mut()
@@ -305,6 +304,39 @@ unsafe fn attend<L: Lanes>(
     }
 }
 
+/// Products of the tile's queries with the keys of one split, `[rows][64]`.
+///
+/// # Safety
+/// The processor has `L`; `queries` points to `rows` rows of `dim`, `rows` is 1 to 6; each of `keys` to `dim / 2` lines of 32.
+#[inline(always)]
+unsafe fn score<L: Lanes>(
+    queries: *const f32,
+    rows: usize,
+    keys: &[*const bf16; GROUPS],
+    dim: usize,
+    scores: &mut Sums,
+) {
+    let mut part = [0.0; TILE];
+    let mut first = 0;
+    while first < GROUPS {
+        let groups = tile::panels_for::<L>(rows, GROUPS - first);
+        let to: &mut Sums = if groups == GROUPS { scores } else { &mut part };
+        let keys = &keys[first..first + groups];
+        // SAFETY: the caller's promise.
+        unsafe { tile::product::<L>(queries, dim, rows, keys, dim / 2, to) };
+        if groups < GROUPS {
+            for (to, from) in scores
+                .chunks_exact_mut(SPLIT)
+                .zip(part.chunks_exact(groups * LANES))
+                .take(rows)
+            {
+                to[first * LANES..][..groups * LANES].copy_from_slice(from);
+            }
+        }
+        first += groups;
+    }
+}
+
 /// Adds `p v` of `tokens` tokens, token by token, to `rows` rows of `out`.
 ///
 /// # Safety
@@ -321,7 +353,8 @@ unsafe fn add_values<L: Lanes>(
 ) {
     let mut column = 0;
     while column < width {
-        let wide = width - column >= 2 * LANES;
+        // Two vectors of sums a row where the registers hold them.
+        let wide = width - column >= 2 * LANES && L::PANELS_OF_MANY_ROWS > 1;
         macro_rules! select {
             ($($rows:literal),*) => {
                 match (rows, wide) {
@@ -351,14 +384,20 @@ unsafe fn add_fixed<L: Lanes, const ROWS: usize, const VECTORS: usize>(
 ) {
     // SAFETY: see `add_values`.
     unsafe {
-        let mut acc: [[L::F; VECTORS]; ROWS] = std::array::from_fn(|r| {
-            std::array::from_fn(|j| L::load(out.add(r * width + column + j * LANES)))
-        });
+        // Loops, not `array::from_fn`: its closure is not always inlined into the function with the target features.
+        let mut acc = [[L::zero(); VECTORS]; ROWS];
+        for (r, acc) in acc.iter_mut().enumerate() {
+            for (j, acc) in acc.iter_mut().enumerate() {
+                *acc = L::load(out.add(r * width + column + j * LANES));
+            }
+        }
         for (g, &values) in values.iter().enumerate() {
             let first = g * LANES;
             for t in 0..tokens.saturating_sub(first).min(LANES) {
-                let v: [L::F; VECTORS] =
-                    std::array::from_fn(|j| L::widen(values.add(t * width + column + j * LANES)));
+                let mut v = [L::zero(); VECTORS];
+                for (j, v) in v.iter_mut().enumerate() {
+                    *v = L::widen(values.add(t * width + column + j * LANES));
+                }
                 for (r, acc) in acc.iter_mut().enumerate() {
                     let p = L::splat(*p.add(r * SPLIT + first + t));
                     for (acc, &v) in acc.iter_mut().zip(&v) {

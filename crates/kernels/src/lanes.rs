@@ -19,6 +19,13 @@ pub(crate) trait Lanes: Copy {
     /// The sixteen values.
     type F: Copy;
 
+    /// Panels whose sums fit into the registers beside one row; a power of two, as are the next two.
+    const PANELS_OF_ONE_ROW: usize;
+    /// The same for two or three rows.
+    const PANELS_OF_FEW_ROWS: usize;
+    /// The same for four to six rows.
+    const PANELS_OF_MANY_ROWS: usize;
+
     /// All lanes +0.
     unsafe fn zero() -> Self::F;
     /// All lanes `x`.
@@ -43,6 +50,10 @@ pub(crate) struct ScalarLanes;
 
 impl Lanes for ScalarLanes {
     type F = [f32; LANES];
+
+    const PANELS_OF_ONE_ROW: usize = 1;
+    const PANELS_OF_FEW_ROWS: usize = 1;
+    const PANELS_OF_MANY_ROWS: usize = 1;
 
     #[inline(always)]
     unsafe fn zero() -> Self::F {
@@ -89,7 +100,11 @@ impl Lanes for ScalarLanes {
 
     #[inline(always)]
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
-        std::array::from_fn(|i| a[i].mul_add(b[i], c[i]))
+        let mut sums = c;
+        for (i, sum) in sums.iter_mut().enumerate() {
+            *sum = a[i].mul_add(b[i], *sum);
+        }
+        sums
     }
 }
 
@@ -103,6 +118,10 @@ pub(crate) struct Avx2Lanes;
 #[cfg(target_arch = "x86_64")]
 impl Lanes for Avx2Lanes {
     type F = [__m256; 2];
+
+    const PANELS_OF_ONE_ROW: usize = 4;
+    const PANELS_OF_FEW_ROWS: usize = 2;
+    const PANELS_OF_MANY_ROWS: usize = 1;
 
     #[inline(always)]
     unsafe fn zero() -> Self::F {
@@ -157,10 +176,12 @@ impl Lanes for Avx2Lanes {
         // SAFETY: see above.
         unsafe {
             let from = from.cast::<__m128i>();
-            [from, from.add(1)].map(|half| {
-                let words = _mm256_cvtepu16_epi32(_mm_loadu_si128(half));
-                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words))
-            })
+            let a = _mm256_cvtepu16_epi32(_mm_loadu_si128(from));
+            let b = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.add(1)));
+            [
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(a)),
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(b)),
+            ]
         }
     }
 
@@ -181,11 +202,15 @@ impl Lanes for Avx2Lanes {
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512Lanes;
 
-// SAFETY of the blocks below: each method's caller promises AVX-512 F, and the memory that the trait names. All loads
+// SAFETY of the blocks below: each method's caller promises AVX-512 F and BW, and the memory that the trait names. All loads
 // and stores are the unaligned kind.
 #[cfg(target_arch = "x86_64")]
 impl Lanes for Avx512Lanes {
     type F = __m512;
+
+    const PANELS_OF_ONE_ROW: usize = 8;
+    const PANELS_OF_FEW_ROWS: usize = 8;
+    const PANELS_OF_MANY_ROWS: usize = 4;
 
     #[inline(always)]
     unsafe fn zero() -> Self::F {
@@ -220,10 +245,8 @@ impl Lanes for Avx512Lanes {
     #[inline(always)]
     unsafe fn odd(from: *const bf16) -> Self::F {
         // SAFETY: see above.
-        unsafe {
-            let high = _mm512_set1_epi32(0xffff_0000_u32 as i32);
-            _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(from.cast()), high))
-        }
+        // A masked load instead of a mask of bits: no register for the mask, and the compiler does not keep the line for `even`.
+        unsafe { _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(0xaaaa_aaaa, from.cast())) }
     }
 
     #[inline(always)]

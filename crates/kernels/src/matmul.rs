@@ -60,11 +60,23 @@ pub fn matmul_silu_mul(
 ) -> Result<(), ShapeError> {
     let width = w.intermediate();
     expect_len("matmul_silu_mul", "out", x.len() * width, out.len())?;
+    // Where tiles are one panel wide, the gate's sums wait for up's.
+    let mut gates = [[0.0; LANES]; ROW_BLOCK];
     let mut sink = |rows: std::ops::Range<usize>, panel: usize, panels: usize, sums: &Sums| {
         let first = panel / 2 * LANES;
         for (row, sums) in rows.zip(sums.chunks_exact(panels * LANES)) {
+            let gate = &mut gates[row % ROW_BLOCK];
             let out = &mut out[row * width..][first..((panel + panels) / 2 * LANES).min(width)];
-            silu_mul_line(isa, &sums[..panels * LANES], out);
+            match (panels, panel % 2) {
+                (1, 0) => gate.copy_from_slice(sums),
+                (1, _) => {
+                    let mut both = [0.0; 2 * LANES];
+                    both[..LANES].copy_from_slice(gate);
+                    both[LANES..].copy_from_slice(sums);
+                    silu_mul_line(isa, &both, out);
+                }
+                _ => silu_mul_line(isa, sums, out),
+            }
         }
         Ok(())
     };
@@ -127,7 +139,7 @@ impl Product<'_, '_> {
             let tiles = rows.div_ceil(MAX_ROWS);
             let mut panel = 0;
             while panel < w.panels() {
-                let panels = tile::panels_for(rows.div_ceil(tiles), w.panels() - panel);
+                let panels = tile::panels_for::<L>(rows.div_ceil(tiles), w.panels() - panel);
                 let mut pointers = [std::ptr::null(); MAX_PANELS];
                 for (j, pointer) in pointers[..panels].iter_mut().enumerate() {
                     *pointer = w.panel(panel + j).as_ptr().cast::<bf16>();
@@ -136,7 +148,7 @@ impl Product<'_, '_> {
                     let (from, to) = (t * rows / tiles, (t + 1) * rows / tiles);
                     // SAFETY: the processor has `L` (the caller's promise). Rows `from..to` of `widened` are `stride =
                     // 2 * pairs` long, checked by the slicing above. `panel()` gives slices of `pairs` lines. A tile has at
-                    // most `ceil(rows / tiles) <= 6` rows, and 8 panels only where that is at most 3.
+                    // most `ceil(rows / tiles) <= 6` rows, for which `panels` was chosen.
                     unsafe {
                         tile::product::<L>(
                             widened.as_ptr().add(from * stride),

@@ -135,18 +135,25 @@ impl Kernel for Rope<'_> {
         for (x, out) in heads.zip(self.out.chunks_exact_mut(2 * half)) {
             let (x1, x2) = x.split_at(half);
             let (out1, out2) = out.split_at_mut(half);
+            // Zipped, not indexed: without bounds checks the loops become vectors.
+            let angles = self.cos.iter().zip(self.sin);
+            let inputs = x1.iter().zip(x2).zip(angles);
+            let outputs = out1.iter_mut().zip(out2);
             match self.norm {
                 Some((weight, eps)) => {
                     let scale = inverse_rms(x, eps);
                     let (w1, w2) = weight.split_at(half);
-                    for i in 0..half {
-                        let (a, b) = (x1[i] * scale * w1[i], x2[i] * scale * w2[i]);
-                        (out1[i], out2[i]) = rotate(a, b, self.cos[i], self.sin[i]);
+                    let weights = w1.iter().zip(w2);
+                    for ((((&a, &b), (&cos, &sin)), (&w1, &w2)), (out1, out2)) in
+                        inputs.zip(weights).zip(outputs)
+                    {
+                        let (a, b) = (a * scale * w1, b * scale * w2);
+                        (*out1, *out2) = rotate(a, b, cos, sin);
                     }
                 }
                 None => {
-                    for i in 0..half {
-                        (out1[i], out2[i]) = rotate(x1[i], x2[i], self.cos[i], self.sin[i]);
+                    for (((&a, &b), (&cos, &sin)), (out1, out2)) in inputs.zip(outputs) {
+                        (*out1, *out2) = rotate(a, b, cos, sin);
                     }
                 }
             }

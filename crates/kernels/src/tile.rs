@@ -15,15 +15,19 @@ pub(crate) const TILE: usize = 24 * LANES;
 /// Sums of one tile, `[rows][panels][16]`, from the beginning.
 pub(crate) type Sums = [f32; TILE];
 
-/// Most panels that a tile of `rows` rows may have: the sums must fit into the registers.
+/// Most panels that a tile of `rows` rows takes next of `left`: its sums must fit into the registers.
 #[inline(always)]
-pub(crate) fn panels_for(rows: usize, left: usize) -> usize {
-    match left {
-        8.. if rows <= 3 => 8,
-        4.. => 4,
-        2.. => 2,
-        _ => 1,
+pub(crate) fn panels_for<L: Lanes>(rows: usize, left: usize) -> usize {
+    let most = match rows {
+        1 => L::PANELS_OF_ONE_ROW,
+        2 | 3 => L::PANELS_OF_FEW_ROWS,
+        _ => L::PANELS_OF_MANY_ROWS,
+    };
+    let mut panels = most;
+    while panels > left {
+        panels /= 2;
     }
+    panels
 }
 
 /// Sets `sums[r][j]` to the products of row `r` with the sixteen outputs of panel `j`.
@@ -35,7 +39,7 @@ pub(crate) fn panels_for(rows: usize, left: usize) -> usize {
 ///
 /// # Safety
 /// The processor has the instructions of `L`; `x` points to `rows` rows of f32, `stride` apart, each at least `2 * pairs`
-/// long; each panel points to `pairs` lines of 32 bf16; `rows` is 1 to 6, `panels.len()` is 8, 4, 2 or 1, and 8 for at most three rows.
+/// long; each panel points to `pairs` lines of 32 bf16; `rows` is 1 to 6 and `panels.len()` comes from [`panels_for`].
 #[inline(always)]
 pub(crate) unsafe fn product<L: Lanes>(
     x: *const f32,
@@ -72,26 +76,44 @@ unsafe fn fixed_product<L: Lanes, const ROWS: usize, const PANELS: usize>(
     pairs: usize,
     sums: &mut Sums,
 ) {
-    // SAFETY: see `product`: every line read is below `pairs`, every x below `2 * pairs`.
+    // SAFETY: see `product`: every line read is below `pairs`, every x below `2 * pairs`. `lower` and `upper` end one
+    // pair behind the last that is read and are not read there; `upper` is only read where there are rows above 2.
     unsafe {
         let mut acc = [[L::zero(); PANELS]; ROWS];
+        // Two pointers and one stride reach six rows with x86's addressing (0, 1 and 2 strides).
+        let mut lower = x;
+        let mut upper = x.wrapping_add(3 * stride);
         for pair in 0..pairs {
-            let second: [L::F; PANELS] =
-                std::array::from_fn(|j| L::odd(panels[j].add(pair * LINE)));
-            for (r, acc) in acc.iter_mut().enumerate() {
-                let x = L::splat(*x.add(r * stride + 2 * pair + 1));
-                for (acc, &w) in acc.iter_mut().zip(&second) {
-                    *acc = L::fma(w, x, *acc);
+            let (l, u) = (opaque(lower), opaque(upper));
+            // Loops, not closures: those are not always inlined into the function with the target features.
+            for second in [1, 0] {
+                if ROWS < PANELS {
+                    // What there is less of stays in registers.
+                    let mut x = [L::zero(); ROWS];
+                    for (r, x) in x.iter_mut().enumerate() {
+                        *x = L::splat(*input(l, u, r, stride).add(second));
+                    }
+                    for j in 0..PANELS {
+                        let w = weights::<L>(panels[j].add(pair * LINE), second);
+                        for r in 0..ROWS {
+                            acc[r][j] = L::fma(w, x[r], acc[r][j]);
+                        }
+                    }
+                } else {
+                    let mut w = [L::zero(); PANELS];
+                    for (w, &panel) in w.iter_mut().zip(panels) {
+                        *w = weights::<L>(panel.add(pair * LINE), second);
+                    }
+                    for (r, acc) in acc.iter_mut().enumerate() {
+                        let x = L::splat(*input(l, u, r, stride).add(second));
+                        for (acc, &w) in acc.iter_mut().zip(&w) {
+                            *acc = L::fma(w, x, *acc);
+                        }
+                    }
                 }
             }
-            let first: [L::F; PANELS] =
-                std::array::from_fn(|j| L::even(panels[j].add(pair * LINE)));
-            for (r, acc) in acc.iter_mut().enumerate() {
-                let x = L::splat(*x.add(r * stride + 2 * pair));
-                for (acc, &w) in acc.iter_mut().zip(&first) {
-                    *acc = L::fma(w, x, *acc);
-                }
-            }
+            lower = l.wrapping_add(2);
+            upper = u.wrapping_add(2);
         }
         for (r, acc) in acc.iter().enumerate() {
             for (j, &acc) in acc.iter().enumerate() {
@@ -99,4 +121,53 @@ unsafe fn fixed_product<L: Lanes, const ROWS: usize, const PANELS: usize>(
             }
         }
     }
+}
+
+/// Where row `r` is: a stride or two from one of two pointers.
+///
+/// # Safety
+/// The row exists.
+#[inline(always)]
+unsafe fn input(lower: *const f32, upper: *const f32, r: usize, stride: usize) -> *const f32 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if r < 3 {
+            lower.add(r * stride)
+        } else {
+            upper.add((r - 3) * stride)
+        }
+    }
+}
+
+/// Sixteen second or first weights of a line.
+///
+/// # Safety
+/// As for the methods of [`Lanes`].
+#[inline(always)]
+unsafe fn weights<L: Lanes>(line: *const bf16, second: usize) -> L::F {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if second == 1 {
+            L::odd(line)
+        } else {
+            L::even(line)
+        }
+    }
+}
+
+/// The same pointer, its origin hidden from the compiler, which would otherwise keep one pointer for each row and
+/// spill them.
+#[inline(always)]
+fn opaque(pointer: *const f32) -> *const f32 {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let mut pointer = pointer;
+        // SAFETY: no instruction at all.
+        unsafe {
+            std::arch::asm!("/* {0} */", inout(reg) pointer, options(pure, nomem, nostack, preserves_flags));
+        }
+        pointer
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    pointer
 }
