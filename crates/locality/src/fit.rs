@@ -524,12 +524,14 @@ fn quality(clusters: &Clusters, rho: Option<f64>, rho_all_layers: Option<f64>) -
         }
     }
     let pairs = pairs::count(count);
+    // To 9 decimals: such numbers survive any decimal form, so a map read is the map written.
+    let round = |figure: f64| (figure * 1e9).round() / 1e9;
     Quality {
-        rho,
-        rho_all_layers,
+        rho: rho.map(round),
+        rho_all_layers: rho_all_layers.map(round),
         cluster_sizes,
-        within_similarity: clusters.similarity / clusters.labels.len().max(1) as f64,
-        between_similarity: (pairs > 0).then(|| between / pairs as f64),
+        within_similarity: round(clusters.similarity / clusters.labels.len().max(1) as f64),
+        between_similarity: (pairs > 0).then(|| round(between / pairs as f64)),
     }
 }
 

@@ -8,7 +8,9 @@ use crate::simd;
 
 /// Keys of the pairs' cosines, from sums over layers. Zero vectors are at cosine 0 to everything.
 ///
-/// rho is taken between similarities instead of distances: it is the same, as both sides turn.
+/// rho is taken between similarities instead of distances: it is the same, as both sides turn. The
+/// inverse lengths are multiplied first, so that equal lengths and dots give equal bits, either way
+/// round.
 fn cosine_keys(
     pairs: &[[u32; 2]],
     sums: &Sums,
@@ -32,7 +34,7 @@ fn cosine_keys(
             let inputs = pairs.iter().zip(&sums.dots).zip(dots);
             simd::dispatch(|| {
                 for (key_out, ((&[i, j], &dot), &more)) in keys.iter_mut().zip(inputs) {
-                    *key_out = key((dot + more) * inverse[i as usize] * inverse[j as usize]);
+                    *key_out = key((dot + more) * (inverse[i as usize] * inverse[j as usize]));
                 }
             });
         }
@@ -40,7 +42,7 @@ fn cosine_keys(
             inverse.extend(sums.squares.iter().map(|&square| inverse_root(square)));
             let inputs = pairs.iter().zip(&sums.dots);
             for (key_out, (&[i, j], &dot)) in keys.iter_mut().zip(inputs) {
-                *key_out = key(dot * inverse[i as usize] * inverse[j as usize]);
+                *key_out = key(dot * (inverse[i as usize] * inverse[j as usize]));
             }
         }
     }
