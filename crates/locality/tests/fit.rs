@@ -48,7 +48,10 @@ fn domains_become_clusters() {
     assert!(again.to_bytes().unwrap() == bytes, "another map was read");
     // A refit with the fit's own settings is the fit.
     let refit = again.refit(4, config.seed).unwrap();
-    assert!(refit.to_bytes().unwrap() == bytes, "the refit is another map");
+    assert!(
+        refit.to_bytes().unwrap() == bytes,
+        "the refit is another map"
+    );
     assert_eq!(again.refit(7, 1).unwrap().clusters(), 7);
 }
 
