@@ -193,6 +193,11 @@ impl Want {
 }
 
 impl TransferParams {
+    /// Parameters that hand nothing over and only tell `extras`.
+    pub fn of_extras(extras: &Extras) -> Self {
+        Self(Map::from_iter([(wire::KEY.to_owned(), extras.to_value())]))
+    }
+
     /// Takes this project's key out, and reads the prompt's expert counts from it. The key is gone also where it cannot be read.
     ///
     /// # Errors
