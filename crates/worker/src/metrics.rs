@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use engine::{StepStats, Usage};
-use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, text::encode};
+use prometheus_client::encoding::{EncodeLabelSet, text::encode};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -13,7 +13,7 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
 
 /// Why held blocks were let go.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ReleaseCause {
     /// A peer pulled them, or said that it will not.
     Released,
@@ -24,7 +24,7 @@ pub(crate) enum ReleaseCause {
 }
 
 /// How a request ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Outcome {
     /// All of its tokens were generated.
     Finished,
@@ -36,7 +36,7 @@ pub(crate) enum Outcome {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct OutcomeLabel {
-    outcome: Outcome,
+    outcome: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -320,6 +320,11 @@ impl Metrics {
 
     /// A completion ended.
     pub(crate) fn ended(&self, outcome: Outcome) {
+        let outcome = match outcome {
+            Outcome::Finished => "finished",
+            Outcome::Failed => "failed",
+            Outcome::Cancelled => "cancelled",
+        };
         self.requests.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 

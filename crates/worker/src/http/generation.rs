@@ -4,7 +4,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use engine::stop::StopMatcher;
-use engine::{AdmissionError, FinishReason, FirstToken, HandoffError, Recorded, TokenLogprobs, TokenizerError};
+use engine::{
+    AdmissionError, FinishReason, FirstToken, HandoffError, Recorded, TokenLogprobs, TokenizerError,
+};
 use futures::Stream;
 use protocol::ApiError;
 use protocol::response::Finish;

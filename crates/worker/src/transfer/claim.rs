@@ -44,11 +44,16 @@ impl Drop for Claim {
         if !self.open {
             return;
         }
+        // Without a runtime the process is going down, and the lease must do.
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else {
+            return;
+        };
         let (params, timeout) = (self.params.clone(), self.timeout);
-        self.tasks.spawn(async move {
+        let release = async move {
             if let Err(error) = pull::release(&params, timeout).await {
                 tracing::debug!(request = params.remote_request_id, %error, "the prefill worker's blocks stay until their lease ends");
             }
-        });
+        };
+        self.tasks.spawn_on(release, &runtime);
     }
 }
