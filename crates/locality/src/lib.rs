@@ -54,7 +54,7 @@ pub use band::Band;
 pub use config::{Clustering, FitConfig, MaskChoice, Presence};
 pub use file::{MAP_VERSION, MapError};
 pub use fit::{FitError, MAX_PAIRS, fit};
-pub use map::{LocalityMap, SignatureError};
+pub use map::{LocalityMap, MatchError, SignatureError};
 pub use rank::spearman;
 pub use report::{FitReport, MaskStep, Phase, Progress, Quality, TransformReport};
 pub use signature::Signature;

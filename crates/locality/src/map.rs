@@ -3,6 +3,7 @@
 use experts::{ExpertCounts, ModelShape, ShapeError};
 use thiserror::Error;
 
+use crate::assign::{AssignError, match_rows};
 use crate::calibration::Calibration;
 use crate::cells;
 use crate::config::Clustering;
@@ -48,6 +49,29 @@ pub enum SignatureError {
         /// The map's transform.
         transform: Transform,
     },
+}
+
+/// Two maps whose clusters cannot be lined up.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum MatchError {
+    /// They have other clusters or layers.
+    #[error(
+        "expected a map of {} clusters over the same {} layers, got {} over {}",
+        expected.0, expected.1, got.0, got.1
+    )]
+    Differ {
+        /// Clusters and layers kept of the previous map.
+        expected: (usize, usize),
+        /// Those of this one.
+        got: (usize, usize),
+    },
+    /// They belong to different models.
+    #[error(transparent)]
+    Shape(#[from] ShapeError),
+    /// The matching itself failed.
+    #[error(transparent)]
+    Assign(#[from] AssignError),
 }
 
 impl LocalityMap {
@@ -132,6 +156,41 @@ impl LocalityMap {
     #[must_use]
     pub fn centroid(&self, cluster: usize) -> Vec<f32> {
         self.centroids.column(cluster)
+    }
+
+    /// The same map with its clusters in the order in which they resemble `previous`'s most: so that
+    /// after a refit a worker keeps the requests it had as far as can be.
+    ///
+    /// The sum of similarities between each cluster and the one it continues is the largest
+    /// possible. The cluster sizes of [`quality`](Self::quality) follow.
+    ///
+    /// # Errors
+    /// [`MatchError`] when the maps differ in the layers kept or the number of clusters.
+    pub fn matched_to(&self, previous: &Self) -> Result<Self, MatchError> {
+        let clusters = self.clusters();
+        if clusters != previous.clusters() || self.mask != previous.mask {
+            return Err(MatchError::Differ {
+                expected: (previous.clusters(), previous.mask.len()),
+                got: (clusters, self.mask.len()),
+            });
+        }
+        self.shape.expect(previous.shape)?;
+        let mut similarities = vec![0.0; clusters * clusters];
+        for (old, row) in similarities.chunks_exact_mut(clusters).enumerate() {
+            self.centroids.multiply(&previous.centroid(old), row);
+        }
+        let continues = match_rows(&similarities, clusters)?;
+        let mut map = self.clone();
+        let columns: Vec<f32> = continues
+            .iter()
+            .flat_map(|&new| self.centroid(new as usize))
+            .collect();
+        map.centroids = Panels::pack(self.dimension(), &columns);
+        if self.quality.cluster_sizes.len() == clusters {
+            let sizes = &self.quality.cluster_sizes;
+            map.quality.cluster_sizes = continues.iter().map(|&k| sizes[k as usize]).collect();
+        }
+        Ok(map)
     }
 
     /// The signature of a prompt.

@@ -1,0 +1,145 @@
+//! Maps as files: what is written is read, and nothing else is.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::calibration;
+use experts::ModelShape;
+use locality::{FitConfig, LocalityMap, MapError, fit};
+use proptest::prelude::*;
+
+fn bytes() -> Vec<u8> {
+    let shape = ModelShape {
+        layers: 2,
+        experts: 8,
+        top_k: 2,
+    };
+    let config = FitConfig {
+        clusters: 3,
+        ..FitConfig::default()
+    };
+    let file = calibration(shape, 12, 3, 40, 1);
+    fit(&file, &config, &mut |_| ())
+        .unwrap()
+        .0
+        .to_bytes()
+        .unwrap()
+}
+
+/// The bytes with `from` replaced by `to`, of the same length, in the header.
+fn replaced(bytes: &[u8], from: &str, to: &str) -> Vec<u8> {
+    assert_eq!(from.len(), to.len());
+    let at = bytes
+        .windows(from.len())
+        .position(|window| window == from.as_bytes())
+        .unwrap();
+    let mut bytes = bytes.to_vec();
+    bytes[at..at + to.len()].copy_from_slice(to.as_bytes());
+    bytes
+}
+
+#[test]
+fn the_metadata_is_as_documented() {
+    let bytes = bytes();
+    let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+    let text = &header.metadata().as_ref().unwrap()["colocate_locality_map"];
+    let value: serde_json::Value = serde_json::from_str(text).unwrap();
+    let mut fields: Vec<&str> = value
+        .as_object()
+        .unwrap()
+        .keys()
+        .map(String::as_str)
+        .collect();
+    fields.sort_unstable();
+    assert_eq!(
+        fields,
+        [
+            "checksum",
+            "clustering",
+            "max_iterations",
+            "model",
+            "quality",
+            "restarts",
+            "seed",
+            "shape",
+            "transform",
+            "version"
+        ]
+    );
+    assert_eq!(value["version"], 1);
+    assert_eq!(value["clustering"], "balanced");
+    assert_eq!(
+        value["shape"],
+        serde_json::json!({"layers": 2, "experts": 8, "top_k": 2})
+    );
+}
+
+#[test]
+fn damaged_and_newer_files_are_refused_with_the_reason() {
+    let good = bytes();
+    let check = |bytes: &[u8], expected: &str| {
+        let error = LocalityMap::from_bytes(bytes).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    };
+    check(b"", "expected a locality map (a safetensors file)");
+    check(
+        b"{\"not\": \"a map\", \"but\": \"json\"}",
+        "expected a locality map",
+    );
+    check(
+        &replaced(&good, "colocate_locality_map", "colocate_locality_mop"),
+        "without \"colocate_locality_map\" in its metadata",
+    );
+    check(
+        &replaced(&good, "version\\\":1", "version\\\":7"),
+        "version 1 at most, got 7: made by a newer colocate",
+    );
+    check(
+        &replaced(&good, "balanced", "balloned"),
+        "metadata of the locality map: unknown variant",
+    );
+    check(
+        &replaced(&good, "experts\\\":8", "experts\\\":9"),
+        "tensor \"idf\"",
+    );
+    check(
+        &replaced(&good, "layers\\\":2", "layers\\\":0"),
+        "expected layers between 1 and",
+    );
+    let mut flipped = good.clone();
+    *flipped.last_mut().unwrap() ^= 1;
+    check(&flipped, "damaged locality map: expected checksum");
+    assert!(matches!(
+        LocalityMap::from_bytes(&flipped),
+        Err(MapError::Checksum { .. })
+    ));
+    for length in 0..good.len() {
+        assert!(
+            LocalityMap::from_bytes(&good[..length]).is_err(),
+            "{length} bytes"
+        );
+    }
+    let mut longer = good;
+    longer.push(0);
+    assert!(LocalityMap::from_bytes(&longer).is_err());
+}
+
+proptest! {
+    /// A flipped bit is refused, or lies where nothing but the figures' text changes.
+    #[test]
+    fn flipped_bits_never_panic(flips in prop::collection::vec(any::<u32>(), 1..4)) {
+        let mut bytes = bytes();
+        for flip in flips {
+            let at = flip as usize % (bytes.len() * 8);
+            bytes[at / 8] ^= 1 << (at % 8);
+        }
+        if let Ok(map) = LocalityMap::from_bytes(&bytes) {
+            let _ = map.to_bytes().unwrap();
+        }
+    }
+
+    #[test]
+    fn random_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        prop_assert!(LocalityMap::from_bytes(&bytes).is_err());
+    }
+}
