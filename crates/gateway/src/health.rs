@@ -26,6 +26,14 @@ pub(crate) async fn first_look(app: &Arc<App>) -> Result<(), GatewayError> {
         look(app, worker, &mut slow).await;
     }))
     .await;
+    for worker in app.workers().filter(|worker| !worker.healthy()) {
+        let reason = worker.state().reason.unwrap_or_default();
+        tracing::warn!(
+            side = worker.side.as_str(),
+            worker = worker.name,
+            "worker is not up yet: {reason}"
+        );
+    }
     let of_kind = |kind: Kind| app.workers().find(|worker| worker.kind() == Some(kind));
     match (of_kind(Kind::Embedded), of_kind(Kind::Other)) {
         (Some(embedded), Some(other)) => Err(GatewayError::MixedWorkers {

@@ -86,6 +86,8 @@ impl Upstream {
         let client = reqwest::Client::builder()
             .connect_timeout(timeouts.connect)
             .tcp_nodelay(true)
+            // Under uvicorn's five seconds, so that a connection is not closed in our hand.
+            .pool_idle_timeout(Duration::from_secs(4))
             .no_proxy()
             .redirect(reqwest::redirect::Policy::none())
             .build()

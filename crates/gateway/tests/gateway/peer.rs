@@ -260,10 +260,12 @@ fn error(status: u16, code: &str) -> Response {
 
 /// A body that breaks the connection where it would go on.
 fn broken(start: Vec<String>) -> Response {
-    let pieces =
-        futures::stream::iter(start.into_iter().map(Ok)).chain(futures::stream::iter([Err(
-            std::io::Error::other("scripted"),
-        )]));
+    let breaks = futures::stream::once(async {
+        // Lets the server write out what it has.
+        tokio::task::yield_now().await;
+        Err(std::io::Error::other("scripted"))
+    });
+    let pieces = futures::stream::iter(start.into_iter().map(Ok)).chain(breaks);
     Response::builder()
         .header("content-type", "text/event-stream")
         .body(Body::from_stream(pieces))
@@ -411,10 +413,7 @@ fn decode(peer: &Arc<Inner>, seen: &Seen, script: Script) -> Response {
         events.into_iter(),
     );
     let pieces = futures::stream::unfold(state, |(mut watch, mut events)| async move {
-        let Some(event) = events.next() else {
-            watch.complete = true;
-            return None;
-        };
+        let event = events.next()?;
         let inner = Arc::clone(&watch.inner);
         inner.pace.acquire().await.unwrap().forget();
         watch.complete = events.len() == 0;

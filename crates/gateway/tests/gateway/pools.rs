@@ -76,6 +76,7 @@ async fn a_worker_of_the_other_kind_that_comes_later_is_left_out() {
     );
     two.stop();
     let gateway = Gateway::start(config(&[&prefill], &[&one, &two])).await;
+    assert_eq!(gateway.get("/health").await.0, 200, "it has looked around");
     two.start_again().await;
     crate::harness::eventually("looked at", async || {
         let (_, health) = gateway.get("/health").await;
