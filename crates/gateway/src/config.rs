@@ -47,6 +47,9 @@ pub struct Config {
 }
 
 /// How long to wait for what.
+///
+/// The defaults are generous where a request may queue inside a worker: to give up on it there, and send it to another,
+/// only adds to the load that made it wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timeouts {
     /// For a connection to a worker.
@@ -71,10 +74,10 @@ impl Default for Timeouts {
     fn default() -> Self {
         Self {
             connect: Duration::from_secs(2),
-            prefill: Duration::from_secs(120),
-            first_byte: Duration::from_secs(60),
-            between: Duration::from_secs(60),
-            whole: Duration::from_secs(600),
+            prefill: Duration::from_secs(600),
+            first_byte: Duration::from_secs(600),
+            between: Duration::from_secs(120),
+            whole: Duration::from_secs(3600),
             probe: Duration::from_secs(5),
             probe_interval: Duration::from_secs(1),
             drain: Duration::from_secs(30),
