@@ -5,7 +5,7 @@ use experts::ShapeError;
 use crate::backend::BackendFacts;
 
 /// How much an engine holds and does at once.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EngineConfig {
     /// Tokens per block of keys and values, a multiple of 16.
     pub block_size: usize,

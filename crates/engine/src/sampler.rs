@@ -114,12 +114,33 @@ pub(crate) fn logprobs(logits: &[f32], chosen: u32, top: usize) -> TokenLogprobs
 
 /// The likeliest token, the lowest on ties; suppressed tokens only when there are no others.
 fn greedy(logits: &[f32], suppressed: &[u32]) -> u32 {
-    let argmax = |candidates: &mut dyn Iterator<Item = Candidate>| {
-        candidates.reduce(|best, c| if c.logit > best.logit { c } else { best })
-    };
-    argmax(&mut usable(logits, suppressed))
-        .or_else(|| argmax(&mut usable(logits, &[])))
-        .map_or(0, |c| c.token)
+    if suppressed.is_empty() {
+        return argmax(logits);
+    }
+    usable(logits, suppressed)
+        .reduce(|best, c| if c.logit > best.logit { c } else { best })
+        .map_or_else(|| argmax(logits), |c| c.token)
+}
+
+/// The index of the first of the largest values; 0 when there is none above minus infinity.
+fn argmax(logits: &[f32]) -> u32 {
+    // Lanes that do not wait for each other: this runs over the whole vocabulary for every token.
+    let mut lanes = [f32::NEG_INFINITY; 16];
+    let (chunks, rest) = logits.as_chunks::<16>();
+    for chunk in chunks {
+        for (lane, &logit) in lanes.iter_mut().zip(chunk) {
+            *lane = if logit > *lane { logit } else { *lane };
+        }
+    }
+    let best = lanes
+        .iter()
+        .chain(rest)
+        .copied()
+        .fold(f32::NEG_INFINITY, f32::max);
+    let first = (best > f32::NEG_INFINITY)
+        .then(|| logits.iter().position(|&logit| logit == best))
+        .flatten();
+    first.unwrap_or(0) as u32
 }
 
 fn usable<'a>(logits: &'a [f32], suppressed: &'a [u32]) -> impl Iterator<Item = Candidate> + 'a {
@@ -215,6 +236,12 @@ mod tests {
         assert_eq!(choose(&mut sampler, &[f32::NAN, -1.0], &[]), 1);
         assert_eq!(choose(&mut sampler, &[f32::NAN, f32::NAN], &[]), 0);
         assert_eq!(choose(&mut sampler, &[1.0, 2.0], &[0, 1]), 1);
+        for (at, len) in [(0, 40), (15, 40), (16, 40), (33, 40), (39, 40), (3, 5)] {
+            let mut logits = vec![-2.0; len];
+            logits[at] = -1.0;
+            logits[len - 1] = -1.0;
+            assert_eq!(choose(&mut sampler, &logits, &[]), at as u32);
+        }
     }
 
     #[test]

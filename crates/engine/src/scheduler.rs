@@ -6,13 +6,14 @@
 //! and waits again; it computes its tokens anew, taking up what is still cached.
 
 mod pins;
+mod placement;
 
 use std::collections::VecDeque;
 
 use crate::cache::{BlockId, BlockManager, PrefixHasher};
-use crate::handoff::{self, KvGeometry};
+use crate::handoff::KvGeometry;
 use crate::request::RequestId;
-use crate::sequence::{Import, Sequence};
+use crate::sequence::Sequence;
 
 pub(crate) use pins::Pins;
 
@@ -75,16 +76,6 @@ pub(crate) enum BlockMove {
         blocks: Vec<BlockId>,
         payload: Vec<u8>,
     },
-}
-
-/// How a waiting request comes by its blocks.
-struct Placement {
-    /// Leading blocks that exist already.
-    found: Vec<BlockId>,
-    /// The block after them is a copy of this one.
-    copied: Option<BlockId>,
-    /// Blocks to allocate, the copy among them.
-    new: usize,
 }
 
 impl Scheduler {
@@ -209,131 +200,15 @@ impl Scheduler {
         }
     }
 
-    /// Gives a waiting request the blocks of all its tokens: those that exist, copies and new ones. False when there are not enough.
-    fn place(&mut self, sequence: &mut Sequence, plan: &mut Plan) -> bool {
-        let Some(placement) = self.placement(sequence) else {
-            return false;
-        };
-        let import = sequence.import.take();
-        let len = sequence.tokens.len();
-        let block_size = self.geometry.block_size;
-        let (found, copied) = (placement.found.len(), placement.copied);
-        match &import {
-            // They have a reference each; those that are not taken over give theirs back below.
-            Some(import) => debug_assert!(import.pinned.starts_with(&placement.found)),
-            None => {
-                self.blocks.share(&placement.found);
-                self.blocks.share(copied.as_slice());
-            }
-        }
-        let surplus = match &import {
-            Some(import) => import.pinned[found..].to_vec(),
-            None => copied.into_iter().collect(),
-        };
-        if copied.is_none() {
-            self.blocks.release(surplus.iter().copied());
-        }
-        sequence.blocks = placement.found;
-        let enough = self.blocks.allocate(placement.new, &mut sequence.blocks);
-        debug_assert!(enough, "a placement counted blocks that were not there");
-        sequence.computed = found * block_size;
-        if let Some(from) = copied {
-            let to = sequence.blocks[found];
-            plan.moves.push(BlockMove::Copy { from, to });
-            self.blocks.copy_row(from, to);
-            self.blocks.release(surplus.into_iter());
-            sequence.computed = len - 1;
-        } else if let Some(import) = import
-            && import.pinned.len() == found
-        {
-            self.take_over(sequence, found, import, plan);
-        }
-        if sequence.cached_tokens.is_none() {
-            sequence.cached_tokens = Some(sequence.computed);
-            self.totals.prompt_tokens += len as u64;
-            self.totals.cached_tokens += sequence.computed as u64;
-        }
-        true
-    }
-
-    /// Fills a request's blocks from `found` on with what a peer sent; only its last token is left to compute.
-    fn take_over(
-        &mut self,
-        sequence: &mut Sequence,
-        found: usize,
-        import: Import,
-        plan: &mut Plan,
-    ) {
-        let blocks = sequence.blocks[found..].to_vec();
-        let sent = handoff::blocks(&self.geometry, &import.payload);
-        for (&block, sent) in blocks.iter().zip(sent) {
-            self.blocks.read_row(block, sent.filled, sent.row);
-        }
-        plan.moves.push(BlockMove::Import {
-            blocks,
-            payload: import.payload,
-        });
-        sequence.computed = sequence.tokens.len() - 1;
-        publish(
-            &mut self.blocks,
-            &self.limits,
-            sequence,
-            found,
-            self.geometry.block_size,
-        );
-    }
-
-    /// How a waiting request can come by its blocks now, if it can.
-    ///
-    /// The last token is computed in any case, for its logits. When its block exists already, the request gets a copy of that block,
-    /// because a block that others may read is never written; when there is no room for a copy beside the original, it computes
-    /// the whole block.
-    fn placement(&self, sequence: &Sequence) -> Option<Placement> {
-        let block_size = self.geometry.block_size;
-        let total = sequence.blocks_needed(block_size);
-        let (mut found, referenced) = match &sequence.import {
-            Some(import) => (import.pinned.clone(), true),
-            None if self.limits.prefix_cache && sequence.reads_cache() => {
-                (self.blocks.find_prefix(&sequence.names), false)
-            }
-            None => (Vec::new(), false),
-        };
-        // Every running request may soon need another block: leave them one, rather than run now and be preempted.
-        let reserve = self.running.len();
-        let room = |found: &[BlockId], freed: usize| {
-            let idle = found.iter().filter(|&&b| self.blocks.is_idle(b)).count();
-            (self.blocks.available() + freed).checked_sub(idle + reserve)
-        };
-        let mut copied = None;
-        let mut freed = 0;
-        if found.len() * block_size == sequence.tokens.len() {
-            let fits = room(&found, 0).is_some_and(|room| room > 0);
-            copied = found.pop().filter(|_| fits);
-            if copied.is_none() && referenced {
-                let last = sequence.import.as_ref().and_then(|i| i.pinned.last());
-                freed = usize::from(last.is_some_and(|&b| self.blocks.is_sole(b)));
-            }
-        }
-        let new = total - found.len();
-        room(&found, freed)
-            .is_some_and(|room| room >= new)
-            .then_some(Placement { found, copied, new })
-    }
-
     /// Takes a step's result in: `tokens` more tokens of the running request at `index` are computed.
     pub(crate) fn advance(&mut self, index: usize, tokens: usize) {
         let sequence = &mut self.running[index];
         let first = sequence.computed / self.geometry.block_size;
         sequence.computed += tokens;
         self.hasher.extend(&mut sequence.names, &sequence.tokens);
-        let sequence = &self.running[index];
-        publish(
-            &mut self.blocks,
-            &self.limits,
-            sequence,
-            first,
-            self.geometry.block_size,
-        );
+        if self.limits.prefix_cache {
+            publish(&mut self.blocks, sequence, first, self.geometry.block_size);
+        }
     }
 
     /// Ends a request that waits or runs, and frees its blocks. False when there is none of that name.
@@ -353,19 +228,9 @@ impl Scheduler {
     }
 }
 
-/// Names a sequence's full computed blocks from block `first` on.
-fn publish(
-    blocks: &mut BlockManager,
-    limits: &Limits,
-    sequence: &Sequence,
-    first: usize,
-    block_size: usize,
-) {
-    if !limits.prefix_cache {
-        return;
-    }
-    let full = sequence.computed / block_size;
-    for block in first..full {
+/// Names a request's full computed blocks from block `first` on.
+fn publish(blocks: &mut BlockManager, sequence: &Sequence, first: usize, block_size: usize) {
+    for block in first..sequence.computed / block_size {
         blocks.publish(sequence.blocks[block], sequence.names[block]);
     }
 }

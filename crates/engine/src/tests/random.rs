@@ -210,7 +210,7 @@ proptest! {
     ) {
         let config = small(seqs, batched);
         let mut world = World {
-            sides: [engine(blocks.0, config.clone()), engine(blocks.1, config)],
+            sides: [engine(blocks.0, config), engine(blocks.1, config)],
             next: 0,
             alive: Default::default(),
             out: Default::default(),
