@@ -390,7 +390,7 @@ mod tests {
         ModelConfig::read(dir.path())
     }
 
-    fn with(changes: Value) -> Value {
+    fn with(changes: &Value) -> Value {
         let mut config = base();
         for (key, value) in changes.as_object().unwrap() {
             config[key] = value.clone();
@@ -407,7 +407,7 @@ mod tests {
         );
         assert_eq!(old.eos_token_ids, [3]);
         let mut new = with(
-            json!({"num_local_experts": 8, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
+            &json!({"num_local_experts": 8, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
         );
         new.as_object_mut().unwrap().remove("num_experts");
         new.as_object_mut().unwrap().remove("rope_theta");
@@ -437,13 +437,13 @@ mod tests {
                 vec![1],
             ),
         ] {
-            assert_eq!(read(&with(changes), None).unwrap().moe_layers, moe);
+            assert_eq!(read(&with(&changes), None).unwrap().moe_layers, moe);
         }
     }
 
     #[test]
     fn head_dim_falls_back_on_the_hidden_size() {
-        let config = with(json!({"head_dim": null}));
+        let config = with(&json!({"head_dim": null}));
         assert_eq!(read(&config, None).unwrap().head_dim, 8);
     }
 
@@ -485,7 +485,7 @@ mod tests {
             (json!({"vocab_size": "many"}), "config.json"),
             (json!({"mlp_only_layers": [0]}), "missing intermediate_size"),
         ] {
-            let message = read(&with(changes.clone()), None).unwrap_err().to_string();
+            let message = read(&with(&changes), None).unwrap_err().to_string();
             assert!(message.contains(words), "{changes}: {message}");
         }
         let dir = tempfile::tempdir().unwrap();

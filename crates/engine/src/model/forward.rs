@@ -127,7 +127,7 @@ impl Step<'_> {
     fn check(&self, kv: &KvStore) -> Result<usize, ForwardError> {
         let mut rows = 0;
         for (index, slice) in self.batch.iter().enumerate() {
-            let end = slice.first_position + slice.tokens.len();
+            let end = slice.first_position.saturating_add(slice.tokens.len());
             let needed = end.div_ceil(kv.block_size());
             if slice.tokens.is_empty() {
                 return Err(ForwardError::Empty { slice: index });

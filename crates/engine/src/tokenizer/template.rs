@@ -147,6 +147,7 @@ impl Object for Fields {
 }
 
 /// As transformers does it: Python's separators, no escapes for HTML, non-ASCII text as it is.
+#[allow(clippy::needless_pass_by_value)] // a filter's keyword arguments come by value
 fn to_json(value: &Jinja, options: Kwargs) -> Result<Jinja, Error> {
     let indent: Option<usize> = options.get("indent")?;
     let _: Option<bool> = options.get("ensure_ascii")?;
