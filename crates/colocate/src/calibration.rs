@@ -8,7 +8,7 @@ use futures::{StreamExt, stream};
 use workload::Prompt;
 
 use crate::{
-    client::{Ask, Client},
+    client::{Ask, Client, Sampling},
     progress::Step,
 };
 
@@ -21,7 +21,8 @@ pub(crate) struct Recorded {
     pub(crate) failures: Vec<(usize, anyhow::Error)>,
 }
 
-/// Runs every prompt on the worker behind `client`, `concurrency` at a time, generating `tokens` tokens each.
+/// Runs every prompt on the worker behind `client`, `concurrency` at a time, generating `tokens` tokens each. The seed of a prompt's
+/// draws is that of `sampling` plus the prompt's index.
 ///
 /// # Errors
 /// Only when no prompt at all gave a record; otherwise failures are listed.
@@ -29,11 +30,12 @@ pub(crate) async fn record(
     client: &Client,
     prompts: &[Prompt],
     tokens: u32,
+    sampling: Sampling,
     concurrency: usize,
     step: &Step,
 ) -> Result<Recorded> {
-    let mut results = stream::iter(prompts)
-        .map(|prompt| one(client, prompt, tokens))
+    let mut results = stream::iter(prompts.iter().enumerate())
+        .map(|(index, prompt)| one(client, prompt, tokens, sampling.of(index)))
         .buffered(concurrency.max(1));
     let (mut records, mut failures) = (Vec::with_capacity(prompts.len()), Vec::new());
     let mut index = 0;
@@ -59,11 +61,17 @@ pub(crate) async fn record(
     })
 }
 
-async fn one(client: &Client, prompt: &Prompt, tokens: u32) -> Result<CalibrationRecord> {
+async fn one(
+    client: &Client,
+    prompt: &Prompt,
+    tokens: u32,
+    sampling: Sampling,
+) -> Result<CalibrationRecord> {
     let ask = Ask {
         prompt: &prompt.prompt,
         domain: None,
         tokens,
+        sampling,
     };
     let extras = client.counts(&ask).await?;
     let counts = extras

@@ -24,7 +24,29 @@ pub(crate) struct Client {
     model: String,
 }
 
-/// One greedy completion to ask for.
+/// How tokens are drawn. A request's tokens are a function of its prompt, temperature and seed alone, so they can be compared between runs.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Sampling {
+    /// 0 takes the likeliest token every time.
+    pub(crate) temperature: f64,
+    /// Seed of the draws.
+    pub(crate) seed: u64,
+}
+
+impl Sampling {
+    /// The temperature unless told: taking the likeliest token lets small models go round in circles, which no served traffic does.
+    pub(crate) const DEFAULT_TEMPERATURE: f64 = 0.8;
+
+    /// The sampling of the `index`-th of many requests: each draws from a seed of its own.
+    pub(crate) fn of(self, index: usize) -> Self {
+        Self {
+            seed: self.seed.wrapping_add(index as u64),
+            ..self
+        }
+    }
+}
+
+/// One completion to ask for.
 #[derive(Debug, Clone)]
 pub(crate) struct Ask<'a> {
     /// The prompt.
@@ -33,6 +55,8 @@ pub(crate) struct Ask<'a> {
     pub(crate) domain: Option<&'a str>,
     /// How many tokens to generate; the end-of-sequence token does not stop it.
     pub(crate) tokens: u32,
+    /// How they are drawn.
+    pub(crate) sampling: Sampling,
 }
 
 /// What came back of a streamed completion.
@@ -93,7 +117,8 @@ impl Client {
             "model": self.model,
             "prompt": ask.prompt,
             "max_tokens": ask.tokens,
-            "temperature": 0,
+            "temperature": ask.sampling.temperature,
+            "seed": ask.sampling.seed,
             "ignore_eos": true,
             "stream": true,
             "return_token_ids": true,
@@ -154,9 +179,16 @@ impl Client {
     /// Runs a prompt on a worker for its expert counts and gate sums.
     pub(crate) async fn counts(&self, ask: &Ask<'_>) -> Result<Extras> {
         let mut body = protocol::Body::parse(
-            json!({"model": self.model, "prompt": ask.prompt, "max_tokens": ask.tokens, "temperature": 0, "stream": false})
-                .to_string()
-                .as_bytes(),
+            json!({
+                "model": self.model,
+                "prompt": ask.prompt,
+                "max_tokens": ask.tokens,
+                "temperature": ask.sampling.temperature,
+                "seed": ask.sampling.seed,
+                "stream": false,
+            })
+            .to_string()
+            .as_bytes(),
         )?;
         Want::ALL.ask(&mut body);
         let reply = self.post(body.as_map(), None).await?;

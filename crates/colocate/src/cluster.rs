@@ -29,6 +29,22 @@ pub(crate) struct ClusterArgs {
     pub(crate) seed: u64,
 }
 
+/// Where prompts may take up the KV blocks of earlier ones.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Caching {
+    /// On every worker.
+    Everywhere,
+    /// On the prefill worker, which keeps this many blocks.
+    Prefill {
+        /// KV blocks.
+        blocks: usize,
+    },
+}
+
+/// By how much decode workers give way to the prefill worker. They share this machine's cores, which a real cluster's do not: without it eight
+/// decode workers leave the prefill worker a tenth of the machine, and requests queue there instead of decoding together.
+const DECODE_NICENESS: u8 = 10;
+
 /// Running workers.
 #[derive(Debug)]
 pub(crate) struct Cluster {
@@ -40,20 +56,23 @@ pub(crate) struct Cluster {
 
 impl Cluster {
     /// Starts all workers side by side. When one fails to start, the others are stopped.
-    pub(crate) async fn start(
-        model: &Path,
-        args: &ClusterArgs,
-        prefix_cache: bool,
-    ) -> Result<Self> {
-        let spec = |name: String, role| WorkerSpec {
+    pub(crate) async fn start(model: &Path, args: &ClusterArgs, caching: Caching) -> Result<Self> {
+        let prefill = WorkerSpec {
             expert_padding: args.expert_padding,
-            prefix_cache,
-            ..WorkerSpec::new(name, model, role)
+            num_blocks: match caching {
+                Caching::Everywhere => None,
+                Caching::Prefill { blocks } => Some(blocks),
+            },
+            ..WorkerSpec::new("prefill", model, "prefill")
         };
-        let decode =
-            (0..args.decode_workers).map(|index| spec(format!("decode-{index}"), "decode"));
+        let decode = (0..args.decode_workers).map(|index| WorkerSpec {
+            expert_padding: args.expert_padding,
+            prefix_cache: caching == Caching::Everywhere,
+            niceness: DECODE_NICENESS,
+            ..WorkerSpec::new(format!("decode-{index}"), model, "decode")
+        });
         let (prefill, decode) = tokio::try_join!(
-            WorkerProcess::start(spec("prefill".into(), "prefill")),
+            WorkerProcess::start(prefill),
             try_join_all(decode.map(WorkerProcess::start)),
         )?;
         Ok(Self { prefill, decode })

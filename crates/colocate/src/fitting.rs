@@ -7,7 +7,11 @@ use experts::CalibrationFile;
 use locality::{FitConfig, FitError, FitReport, LocalityMap};
 use workload::Prompt;
 
-use crate::{calibration, client::Client, progress::Progress};
+use crate::{
+    calibration,
+    client::{Client, Sampling},
+    progress::Progress,
+};
 
 /// Prompts in flight while recording.
 const CONCURRENCY: usize = 32;
@@ -25,17 +29,18 @@ pub(crate) struct Fitted {
     pub(crate) fit_seconds: f64,
 }
 
-/// Records the counts of `prompts` through a worker that runs whole requests, and fits a map with `clusters` clusters.
+/// Records the counts of `prompts` through a worker that runs whole requests, and fits a map with
+/// `clusters` clusters, with the seed of `sampling`.
 pub(crate) async fn fit_live(
     solo: &Client,
     prompts: &[Prompt],
     clusters: usize,
-    seed: u64,
+    sampling: Sampling,
     progress: Progress,
 ) -> Result<Fitted> {
     let began = Instant::now();
     let bar = progress.bar("calibrating", prompts.len());
-    let recorded = calibration::record(solo, prompts, TOKENS, CONCURRENCY, &bar).await?;
+    let recorded = calibration::record(solo, prompts, TOKENS, sampling, CONCURRENCY, &bar).await?;
     drop(bar);
     if let Some((index, error)) = recorded.failures.into_iter().next() {
         return Err(error.context(format!("calibration prompt {} failed", index + 1)));
@@ -46,7 +51,7 @@ pub(crate) async fn fit_live(
     let file = recorded.file;
     let config = FitConfig {
         clusters,
-        seed,
+        seed: sampling.seed,
         ..FitConfig::default()
     };
     let (map, report) = tokio::task::spawn_blocking(move || fit(&file, &config))

@@ -11,7 +11,7 @@ use tokio::task::JoinSet;
 use workload::{Arrivals, Poisson, Prompt};
 
 use crate::{
-    client::{Answer, Ask, Client},
+    client::{Answer, Ask, Client, Sampling},
     progress::Step,
 };
 
@@ -33,27 +33,32 @@ pub(crate) struct Planned {
     pub(crate) prompt: Arc<Prompt>,
     /// How many tokens to generate.
     pub(crate) tokens: u32,
+    /// How they are drawn.
+    pub(crate) sampling: Sampling,
 }
 
 impl Plan {
-    /// Draws `requests` requests from `prompts`.
+    /// Draws `requests` requests from `prompts`. The seed of a request's tokens is that of `sampling` plus the request's index.
     pub(crate) fn draw(
         prompts: &[Prompt],
         mix: workload::Mix,
         requests: usize,
         max_tokens: u32,
         arrivals: Arrivals,
-        seed: u64,
+        sampling: Sampling,
     ) -> Result<Self, workload::SequenceError> {
+        let seed = sampling.seed;
         let shared: Vec<Arc<Prompt>> = prompts.iter().cloned().map(Arc::new).collect();
         let order = workload::sequence(prompts, mix, requests, seed)?;
         let lengths = workload::output_lengths(requests, max_tokens, seed);
         let requests = order
             .into_iter()
             .zip(lengths)
-            .map(|(index, tokens)| Planned {
+            .enumerate()
+            .map(|(position, (index, tokens))| Planned {
                 prompt: Arc::clone(&shared[index]),
                 tokens,
+                sampling: sampling.of(position),
             })
             .collect();
         Ok(Self {
@@ -142,6 +147,7 @@ async fn one(client: &Client, planned: &Planned, origin: Instant) -> Result<Answ
         prompt: &planned.prompt.prompt,
         domain: planned.prompt.domain.as_deref(),
         tokens: planned.tokens,
+        sampling: planned.sampling,
     };
     client.stream(&ask, origin).await
 }
@@ -223,7 +229,10 @@ mod tests {
                 20,
                 30,
                 Arrivals::Closed { concurrency: 4 },
-                seed,
+                Sampling {
+                    temperature: 0.8,
+                    seed,
+                },
             )
             .unwrap();
             plan.requests

@@ -48,6 +48,10 @@ pub(crate) struct WorkerSpec {
     pub(crate) expert_padding: u16,
     /// Whether prompts take up the blocks of earlier ones.
     pub(crate) prefix_cache: bool,
+    /// KV blocks; the worker's default when none.
+    pub(crate) num_blocks: Option<usize>,
+    /// By how much it gives way to other processes (see `nice`); 0 is not at all.
+    pub(crate) niceness: u8,
 }
 
 impl WorkerSpec {
@@ -59,6 +63,8 @@ impl WorkerSpec {
             role,
             expert_padding: 1,
             prefix_cache: true,
+            num_blocks: None,
+            niceness: 0,
         }
     }
 }
@@ -82,7 +88,14 @@ impl WorkerProcess {
     /// Starts a worker and waits until it listens.
     pub(crate) async fn start(spec: WorkerSpec) -> Result<Self> {
         let program = std::env::current_exe().context("cannot find this program's own file")?;
-        let mut child = Command::new(program)
+        let mut command = if spec.niceness == 0 {
+            Command::new(program)
+        } else {
+            let mut nice = Command::new("nice");
+            nice.args(["-n", &spec.niceness.to_string()]).arg(program);
+            nice
+        };
+        let mut child = command
             .arg("worker")
             .arg("--model")
             .arg(&spec.model)
@@ -96,6 +109,10 @@ impl WorkerProcess {
             ])
             .args(["--expert-padding", &spec.expert_padding.to_string()])
             .args((!spec.prefix_cache).then_some("--no-prefix-cache"))
+            .args(
+                spec.num_blocks
+                    .map(|blocks| format!("--num-blocks={blocks}")),
+            )
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

@@ -7,7 +7,7 @@ use serde_json::json;
 
 use crate::{
     calibration,
-    client::Client,
+    client::{Client, Sampling},
     files,
     output::{self, Verdict},
     process::{WorkerProcess, WorkerSpec},
@@ -37,6 +37,12 @@ pub(crate) struct Args {
     /// Tokens to generate per prompt; the experts they use are what a prompt's counts should foresee
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: u32,
+    /// Temperature at which they are drawn: that of the traffic to come
+    #[arg(long, default_value_t = Sampling::DEFAULT_TEMPERATURE)]
+    temperature: f64,
+    /// Seed of the draws
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
     /// Prompts in flight
     #[arg(long, value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..))]
     concurrency: u32,
@@ -65,6 +71,10 @@ pub(crate) async fn run(args: Args) -> Result<Verdict> {
             &client,
             &prompts,
             args.max_tokens,
+            Sampling {
+                temperature: args.temperature,
+                seed: args.seed,
+            },
             args.concurrency as usize,
             &bar,
         )

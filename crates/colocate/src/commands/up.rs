@@ -8,8 +8,8 @@ use routing::DecodePolicyName;
 use serde_json::json;
 
 use crate::{
-    client::Client,
-    cluster::{Cluster, ClusterArgs},
+    client::{Client, Sampling},
+    cluster::{Caching, Cluster, ClusterArgs},
     files, fitting,
     front::{Front, Gateway},
     maps,
@@ -51,7 +51,7 @@ pub(crate) async fn run(args: Args) -> Result<Verdict> {
     let model = files::model(args.cluster.model.as_deref())?;
     let starting = Progress.step("starting workers");
     let mut cluster = tokio::select! {
-        cluster = Cluster::start(&model, &args.cluster, true) => cluster?,
+        cluster = Cluster::start(&model, &args.cluster, Caching::Everywhere) => cluster?,
         () = stop.cancelled() => bail!("interrupted"),
     };
     drop(starting);
@@ -119,7 +119,10 @@ async fn map(
         &client,
         &prompts,
         cluster.decode.len(),
-        args.cluster.seed,
+        Sampling {
+            temperature: Sampling::DEFAULT_TEMPERATURE,
+            seed: args.cluster.seed,
+        },
         Progress,
     )
     .await;

@@ -4,9 +4,9 @@
 //!
 //! - every policy gets the same requests, drawn once from the seed, and the policies' order is rotated from round to round, so that no
 //!   policy always runs first; figures are medians over rounds;
-//! - workers keep no prefix cache, so that no round profits from an earlier one, and no policy from sending a prompt where it
-//!   was before; within a round a prompt seldom comes twice anyway;
-//! - one round whose figures are thrown away comes first, so that the first policy does not pay for cold memory;
+//! - decode workers keep no prefix cache, so that no policy profits from sending a prompt where it was before;
+//! - the prefill worker does, and one round whose figures are thrown away comes first: after it every policy finds the same warm
+//!   cache, and this machine's few cores spend their time on what the policies differ in, decoding;
 //! - outputs of every round are compared token by token with those of one worker that serves all requests alone.
 
 mod measure;
@@ -19,8 +19,8 @@ use routing::DecodePolicyName;
 use workload::{Arrivals, Mix, Workload};
 
 use crate::{
-    client::Client,
-    cluster::{Cluster, ClusterArgs},
+    client::{Client, Sampling},
+    cluster::{Caching, Cluster, ClusterArgs},
     files, fitting,
     load::{self, Plan},
     logging,
@@ -34,6 +34,9 @@ use report::{MapReport, Report, Seconds};
 
 /// Requests in flight per decode worker, unless told.
 const IN_FLIGHT_PER_WORKER: usize = 12;
+
+/// KV blocks of the prefill worker: enough to keep the prompts of a round.
+const PREFILL_BLOCKS: usize = 8192;
 
 /// Arguments of `colocate demo`.
 #[derive(Debug, clap::Args)]
@@ -52,6 +55,9 @@ pub(crate) struct Args {
     /// Most tokens generated per request; lengths are drawn from half of it to all of it
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(2..))]
     max_tokens: u32,
+    /// Temperature of the draws; 0 takes the likeliest token every time
+    #[arg(long, default_value_t = Sampling::DEFAULT_TEMPERATURE)]
+    temperature: f64,
     /// Rounds per policy [default: 3]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     rounds: Option<u32>,
@@ -84,6 +90,15 @@ pub(crate) struct Args {
     /// Print one JSON object instead of a table
     #[arg(long)]
     json: bool,
+}
+
+impl Args {
+    fn sampling(&self) -> Sampling {
+        Sampling {
+            temperature: self.temperature,
+            seed: self.cluster.seed,
+        }
+    }
 }
 
 fn rate(text: &str) -> Result<f64, String> {
@@ -132,7 +147,7 @@ pub(crate) async fn run(args: Args) -> Result<Verdict> {
         settings.requests,
         args.max_tokens,
         settings.arrivals,
-        args.cluster.seed,
+        args.sampling(),
     )
     .map_err(|error| BadUsage(error.to_string()))?;
 
@@ -147,7 +162,7 @@ pub(crate) async fn run(args: Args) -> Result<Verdict> {
         ..WorkerSpec::new("solo", &model, "both")
     };
     let (cluster, solo) = tokio::select! {
-        started = async { tokio::try_join!(Cluster::start(&model, &args.cluster, false), WorkerProcess::start(solo)) } => started?,
+        started = async { tokio::try_join!(Cluster::start(&model, &args.cluster, Caching::Prefill { blocks: PREFILL_BLOCKS }), WorkerProcess::start(solo)) } => started?,
         () = stop.cancelled() => bail!("interrupted"),
     };
     drop(starting);
@@ -237,7 +252,7 @@ impl Demo<'_> {
             &solo,
             calibration,
             self.cluster.decode.len(),
-            self.args.cluster.seed,
+            self.args.sampling(),
             Progress,
         )
         .await?;
