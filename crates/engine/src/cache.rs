@@ -7,6 +7,8 @@ mod hash;
 mod manager;
 mod pool;
 mod rows;
+#[cfg(test)]
+mod tests;
 
 pub use hash::{BlockHash, PrefixHasher};
 pub use manager::{BlockManager, BlockUsage};

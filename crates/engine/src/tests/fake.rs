@@ -164,11 +164,14 @@ impl Backend for Fake {
     }
 }
 
+/// The chosen token's log-probability and those of the likeliest tokens, as bits.
+pub(super) type LogprobBits = (u32, Vec<(u32, u32)>);
+
 /// What a request must give, whatever happens around it.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Outcome {
     pub(super) tokens: Vec<u32>,
-    pub(super) logprobs: Vec<Option<(u32, Vec<(u32, u32)>)>>,
+    pub(super) logprobs: Vec<Option<LogprobBits>>,
     pub(super) finish: FinishReason,
     pub(super) prompt_counts: PromptCounts,
     pub(super) output_counts: Option<ExpertCounts>,
@@ -243,7 +246,7 @@ pub(super) fn oracle(request: &Request) -> Outcome {
     }
 }
 
-pub(super) fn bits(l: &crate::TokenLogprobs) -> (u32, Vec<(u32, u32)>) {
+pub(super) fn bits(l: &crate::TokenLogprobs) -> LogprobBits {
     let top = l.top.iter().map(|&(t, p)| (t, p.to_bits())).collect();
     (l.chosen.to_bits(), top)
 }
