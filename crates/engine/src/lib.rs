@@ -1,8 +1,10 @@
 //! The embedded engine: checkpoint, model, paged KV cache, scheduler, sampler.
 //!
-//! Synchronous: no threads, no sockets, no clock. The lower half is here: [`checkpoint`] reads a Hugging Face directory,
-//! [`model`] computes a step over paged keys and values, [`tokenizer`] goes between text and ids. Whoever decides *what* a step
-//! computes (scheduler, prefix index, sampling) stands on these.
+//! Synchronous: no threads, no sockets, no clock. The lower half computes: [`checkpoint`] reads a Hugging Face directory, [`model`]
+//! computes a step over paged keys and values, [`tokenizer`] goes between text and ids. The upper half decides *what* a step computes:
+//! [`Engine`] takes [`Request`]s and gives [`Step`]s; below it are the scheduler, [`cache`] (whose block is it, which prefix is known,
+//! which experts did its tokens choose), sampling, and [`handoff`] (the form in which blocks travel between engines). [`Backend`] is the
+//! seam between the halves; [`stop`] looks for stop strings in the text that comes out.
 //!
 //! A token's logits are the same bits whatever else is in the batch, however its prompt was chunked and wherever its prefix
 //! came from; the module docs of [`model`] say how.
