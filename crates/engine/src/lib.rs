@@ -36,7 +36,7 @@ pub use facade::{Engine, HeldBlocks, Usage};
 pub use handoff::{HandoffError, KvGeometry};
 pub use model::{
     ForwardError, ForwardOutput, GateRows, KvStore, LogitsWanted, Model, ModelConfig, Phase,
-    Scratch, SequenceSlice,
+    Scratch, SequenceSlice, WeightBytes,
 };
 pub use options::{ConfigError, EngineConfig, PrefixCache};
 pub use request::{PrefilledBlocks, Recording, Request, RequestId, SamplingParams};

@@ -144,6 +144,15 @@ pub enum ForwardError {
     Kernel(#[from] ShapeError),
 }
 
+/// How many bytes of packed weights a step reads from memory, norms and single embedding rows left out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WeightBytes {
+    /// By every step, whatever its batch: attention, routers, dense layers, the output matrix.
+    pub dense: usize,
+    /// For each distinct expert of each MoE layer, padding included.
+    pub expert: usize,
+}
+
 /// A loaded model: read-only, shared between engines.
 #[derive(Debug)]
 pub struct Model {
@@ -214,6 +223,12 @@ impl Model {
     #[must_use]
     pub fn expert_padding(&self) -> usize {
         self.expert_padding
+    }
+
+    /// What a step reads: `dense + expert * distinct experts, summed over the MoE layers`.
+    #[must_use]
+    pub fn weight_bytes(&self) -> WeightBytes {
+        self.weights.bytes()
     }
 
     /// A hash of configuration and weights (not of padding): two models with the same fingerprint compute the same bits, so

@@ -263,7 +263,8 @@ unsafe fn attend<L: Lanes>(
                 };
             }
             let before = query.max;
-            let split_max = reduce::max(scores);
+            // SAFETY: the caller's promise.
+            let split_max = unsafe { reduce::max::<L>(scores) };
             query.max = if split_max > before {
                 split_max
             } else {
@@ -274,7 +275,8 @@ unsafe fn attend<L: Lanes>(
                 *score = exp(*score - max);
             }
             let fade = exp(before - max);
-            query.sum = query.sum.mul_add(fade, reduce::sum(scores));
+            // SAFETY: the caller's promise.
+            query.sum = query.sum.mul_add(fade, unsafe { reduce::sum::<L>(scores) });
             for out in &mut scratch.out[i * width..][..width] {
                 *out *= fade;
             }

@@ -40,6 +40,10 @@ pub(crate) trait Lanes: Copy {
     unsafe fn odd(from: *const bf16) -> Self::F;
     /// Sixteen consecutive bf16; 32 bytes must be readable.
     unsafe fn widen(from: *const bf16) -> Self::F;
+    /// The sum of the lanes, folded in halves: lanes 0 to 7 plus 8 to 15, and so on.
+    unsafe fn sum(value: Self::F) -> f32;
+    /// The largest lane, NaN left out where it stands second.
+    unsafe fn max(value: Self::F) -> f32;
     /// `a * b + c`, rounded once.
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
 }
@@ -96,6 +100,16 @@ impl Lanes for ScalarLanes {
         // SAFETY: the caller promises 32 readable bytes; the read may be unaligned.
         let values = unsafe { from.cast::<[bf16; LANES]>().read_unaligned() };
         values.map(bf16::to_f32)
+    }
+
+    #[inline(always)]
+    unsafe fn sum(value: Self::F) -> f32 {
+        fold(value, |a, b| a + b)
+    }
+
+    #[inline(always)]
+    unsafe fn max(value: Self::F) -> f32 {
+        fold(value, |a, b| if b > a { b } else { a })
     }
 
     #[inline(always)]
@@ -186,6 +200,18 @@ impl Lanes for Avx2Lanes {
     }
 
     #[inline(always)]
+    unsafe fn sum(value: Self::F) -> f32 {
+        // SAFETY: see above.
+        unsafe { sum_of_eight(_mm256_add_ps(value[0], value[1])) }
+    }
+
+    #[inline(always)]
+    unsafe fn max(value: Self::F) -> f32 {
+        // SAFETY: see above.
+        unsafe { max_of_eight(_mm256_max_ps(value[1], value[0])) }
+    }
+
+    #[inline(always)]
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
         // SAFETY: see above.
         unsafe {
@@ -259,8 +285,75 @@ impl Lanes for Avx512Lanes {
     }
 
     #[inline(always)]
+    unsafe fn sum(value: Self::F) -> f32 {
+        // SAFETY: see above; AVX-512 DQ is there too.
+        unsafe {
+            let high = _mm512_extractf32x8_ps::<1>(value);
+            sum_of_eight(_mm256_add_ps(_mm512_castps512_ps256(value), high))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn max(value: Self::F) -> f32 {
+        // SAFETY: see above; AVX-512 DQ is there too.
+        unsafe {
+            let high = _mm512_extractf32x8_ps::<1>(value);
+            max_of_eight(_mm256_max_ps(high, _mm512_castps512_ps256(value)))
+        }
+    }
+
+    #[inline(always)]
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
         // SAFETY: see above.
         unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+}
+
+/// Folds the lanes in halves: 16, 8, 4, 2, 1.
+#[inline(always)]
+fn fold(mut lanes: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
+    let mut width = LANES / 2;
+    while width > 0 {
+        for i in 0..width {
+            lanes[i] = f(lanes[i], lanes[i + width]);
+        }
+        width /= 2;
+    }
+    lanes[0]
+}
+
+/// Folds eight lanes in halves.
+///
+/// # Safety
+/// The processor has AVX2.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+unsafe fn sum_of_eight(value: __m256) -> f32 {
+    // SAFETY: the caller's promise; no memory is touched.
+    unsafe {
+        let four = _mm_add_ps(
+            _mm256_castps256_ps128(value),
+            _mm256_extractf128_ps::<1>(value),
+        );
+        let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+        _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
+    }
+}
+
+/// Folds eight lanes in halves; `max(b, a)` is `b` where it is larger and `a` otherwise.
+///
+/// # Safety
+/// The processor has AVX2.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+unsafe fn max_of_eight(value: __m256) -> f32 {
+    // SAFETY: the caller's promise; no memory is touched.
+    unsafe {
+        let four = _mm_max_ps(
+            _mm256_extractf128_ps::<1>(value),
+            _mm256_castps256_ps128(value),
+        );
+        let two = _mm_max_ps(_mm_movehl_ps(four, four), four);
+        _mm_cvtss_f32(_mm_max_ss(_mm_shuffle_ps::<1>(two, two), two))
     }
 }

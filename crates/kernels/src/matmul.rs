@@ -34,8 +34,16 @@ pub fn matmul(
     let mut sink = |rows: std::ops::Range<usize>, panel: usize, panels: usize, sums: &Sums| {
         let columns = panel * LANES..((panel + panels) * LANES).min(n);
         for (row, sums) in rows.zip(sums.chunks_exact(panels * LANES)) {
-            let out = out.row(row, n)?;
-            out[columns.clone()].copy_from_slice(&sums[..columns.len()]);
+            let out = &mut out.row(row, n)?[columns.clone()];
+            // Whole panels one by one: sixteen lanes are a single move, not a call.
+            let (whole, rest) = out.as_chunks_mut::<LANES>();
+            let (panels, _) = sums.as_chunks::<LANES>();
+            for (out, sums) in whole.iter_mut().zip(panels) {
+                *out = *sums;
+            }
+            if !rest.is_empty() {
+                rest.copy_from_slice(&panels[whole.len()][..rest.len()]);
+            }
         }
         Ok(())
     };
@@ -68,7 +76,7 @@ pub fn matmul_silu_mul(
             let gate = &mut gates[row % ROW_BLOCK];
             let out = &mut out[row * width..][first..((panel + panels) / 2 * LANES).min(width)];
             match (panels, panel % 2) {
-                (1, 0) => gate.copy_from_slice(sums),
+                (1, 0) => gate.copy_from_slice(&sums[..LANES]),
                 (1, _) => {
                     let mut both = [0.0; 2 * LANES];
                     both[..LANES].copy_from_slice(gate);

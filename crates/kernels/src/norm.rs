@@ -70,9 +70,14 @@ pub(crate) fn check_rows(
 }
 
 /// `1 / sqrt(mean(x^2) + eps)`.
+///
+/// # Safety
+/// The processor has the instructions of `L`.
 #[inline(always)]
-pub(crate) fn inverse_rms(x: &[f32], eps: f32) -> f32 {
-    1.0 / (reduce::sum_of_squares(x) / x.len() as f32 + eps).sqrt()
+pub(crate) unsafe fn inverse_rms<L: Lanes>(x: &[f32], eps: f32) -> f32 {
+    // SAFETY: the caller's promise.
+    let squares = unsafe { reduce::sum_of_squares::<L>(x) };
+    1.0 / (squares / x.len() as f32 + eps).sqrt()
 }
 
 struct RmsNorm<'a, T, C> {
@@ -94,7 +99,8 @@ impl<T, C: Fn(f32) -> T> Kernel for RmsNorm<'_, T, C> {
             .chunks_exact(width)
             .zip(self.out.chunks_exact_mut(width))
         {
-            let scale = inverse_rms(x, self.eps);
+            // SAFETY: the caller's promise.
+            let scale = unsafe { inverse_rms::<L>(x, self.eps) };
             for ((out, &x), &w) in out.iter_mut().zip(x).zip(self.weight) {
                 *out = (self.convert)(x * scale * w);
             }

@@ -1,11 +1,11 @@
 //! Sums and maxima over a slice in one order for every instruction set: element `i` goes to lane `i mod 16`, and lanes are
 //! folded in halves.
 
-use crate::lanes::LANES;
+use crate::lanes::{LANES, Lanes};
 
 /// Folds `f(acc, x)` over the slice in sixteen lanes.
 #[inline(always)]
-pub(crate) fn lanes(x: &[f32], init: f32, f: impl Fn(f32, f32) -> f32) -> [f32; LANES] {
+fn lanes(x: &[f32], init: f32, f: impl Fn(f32, f32) -> f32) -> [f32; LANES] {
     let mut acc = [init; LANES];
     let chunks = x.chunks_exact(LANES);
     let rest = chunks.remainder();
@@ -20,34 +20,35 @@ pub(crate) fn lanes(x: &[f32], init: f32, f: impl Fn(f32, f32) -> f32) -> [f32; 
     acc
 }
 
-/// Folds the lanes in halves: 16, 8, 4, 2, 1.
-#[inline(always)]
-pub(crate) fn fold(mut acc: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
-    let mut width = LANES / 2;
-    while width > 0 {
-        for i in 0..width {
-            acc[i] = f(acc[i], acc[i + width]);
-        }
-        width /= 2;
-    }
-    acc[0]
-}
-
 /// The sum.
+///
+/// # Safety
+/// The processor has the instructions of `L`; so for all functions here.
 #[inline(always)]
-pub(crate) fn sum(x: &[f32]) -> f32 {
-    fold(lanes(x, 0.0, |a, x| a + x), |a, b| a + b)
+pub(crate) unsafe fn sum<L: Lanes>(x: &[f32]) -> f32 {
+    let sums = lanes(x, 0.0, |a, x| a + x);
+    // SAFETY: the caller's promise; `sums` is sixteen lanes.
+    unsafe { L::sum(L::load(sums.as_ptr())) }
 }
 
 /// The sum of squares.
+///
+/// # Safety
+/// As for [`sum`].
 #[inline(always)]
-pub(crate) fn sum_of_squares(x: &[f32]) -> f32 {
-    fold(lanes(x, 0.0, |a, x| x.mul_add(x, a)), |a, b| a + b)
+pub(crate) unsafe fn sum_of_squares<L: Lanes>(x: &[f32]) -> f32 {
+    let sums = lanes(x, 0.0, |a, x| x.mul_add(x, a));
+    // SAFETY: the caller's promise; `sums` is sixteen lanes.
+    unsafe { L::sum(L::load(sums.as_ptr())) }
 }
 
 /// The largest element, NaN left out; -infinity where there is none.
+///
+/// # Safety
+/// As for [`sum`].
 #[inline(always)]
-pub(crate) fn max(x: &[f32]) -> f32 {
-    let larger = |a: f32, b: f32| if b > a { b } else { a };
-    fold(lanes(x, f32::NEG_INFINITY, larger), larger)
+pub(crate) unsafe fn max<L: Lanes>(x: &[f32]) -> f32 {
+    let largest = lanes(x, f32::NEG_INFINITY, |a, x| if x > a { x } else { a });
+    // SAFETY: the caller's promise; `largest` is sixteen lanes.
+    unsafe { L::max(L::load(largest.as_ptr())) }
 }

@@ -4,7 +4,7 @@ use half::bf16;
 
 use crate::error::{ShapeError, expect_len};
 use crate::isa::{Isa, Kernel};
-use crate::lanes::Lanes;
+use crate::lanes::{LANES, Lanes};
 use crate::norm::{check_rows, inverse_rms};
 use crate::round::round_bf16;
 
@@ -135,33 +135,45 @@ impl Kernel for Rope<'_> {
         for (x, out) in heads.zip(self.out.chunks_exact_mut(2 * half)) {
             let (x1, x2) = x.split_at(half);
             let (out1, out2) = out.split_at_mut(half);
-            // Zipped, not indexed: without bounds checks the loops become vectors.
-            let angles = self.cos.iter().zip(self.sin);
-            let inputs = x1.iter().zip(x2).zip(angles);
-            let outputs = out1.iter_mut().zip(out2);
-            match self.norm {
-                Some((weight, eps)) => {
-                    let scale = inverse_rms(x, eps);
-                    let (w1, w2) = weight.split_at(half);
-                    let weights = w1.iter().zip(w2);
-                    for ((((&a, &b), (&cos, &sin)), (&w1, &w2)), (out1, out2)) in
-                        inputs.zip(weights).zip(outputs)
-                    {
-                        let (a, b) = (a * scale * w1, b * scale * w2);
-                        (*out1, *out2) = rotate(a, b, cos, sin);
+            let norm = self.norm.map(|(weight, eps)| {
+                let (w1, w2) = weight.split_at(half);
+                // SAFETY: the caller's promise.
+                (unsafe { inverse_rms::<L>(x, eps) }, w1, w2)
+            });
+            for start in (0..half).step_by(LANES) {
+                let len = LANES.min(half - start);
+                // Whole lanes in arrays of their own, what is missing zero: so the loop becomes vectors.
+                let part = |from: &[f32]| {
+                    let mut part = [0.0; LANES];
+                    match from.get(start..start + LANES) {
+                        Some(whole) => part.copy_from_slice(whole),
+                        None => part[..len].copy_from_slice(&from[start..]),
+                    }
+                    part
+                };
+                let (mut a, mut b) = (part(x1), part(x2));
+                if let Some((scale, w1, w2)) = norm {
+                    let (w1, w2) = (part(w1), part(w2));
+                    for i in 0..LANES {
+                        a[i] = a[i] * scale * w1[i];
+                        b[i] = b[i] * scale * w2[i];
                     }
                 }
-                None => {
-                    for (((&a, &b), (&cos, &sin)), (out1, out2)) in inputs.zip(outputs) {
-                        (*out1, *out2) = rotate(a, b, cos, sin);
+                let (cos, sin) = (part(self.cos), part(self.sin));
+                let mut rotated = [[bf16::ZERO; LANES]; 2];
+                for i in 0..LANES {
+                    rotated[0][i] = round_bf16(a[i] * cos[i] - b[i] * sin[i]);
+                }
+                for i in 0..LANES {
+                    rotated[1][i] = round_bf16(b[i] * cos[i] + a[i] * sin[i]);
+                }
+                for (out, rotated) in [&mut *out1, &mut *out2].into_iter().zip(&rotated) {
+                    match out.get_mut(start..start + LANES) {
+                        Some(whole) => whole.copy_from_slice(rotated),
+                        None => out[start..].copy_from_slice(&rotated[..len]),
                     }
                 }
             }
         }
     }
-}
-
-#[inline(always)]
-fn rotate(a: f32, b: f32, cos: f32, sin: f32) -> (bf16, bf16) {
-    (round_bf16(a * cos - b * sin), round_bf16(b * cos + a * sin))
 }

@@ -157,6 +157,8 @@ unsafe fn weights<L: Lanes>(line: *const bf16, second: usize) -> L::F {
 
 /// The same pointer, its origin hidden from the compiler, which would otherwise keep one pointer for each row and
 /// spill them.
+// The block has no instruction, so it reads and writes no memory.
+#[allow(clippy::pointers_in_nomem_asm_block)]
 #[inline(always)]
 fn opaque(pointer: *const f32) -> *const f32 {
     #[cfg(target_arch = "x86_64")]

@@ -93,11 +93,13 @@ impl Kernel for Softmax<'_> {
 
     #[inline(always)]
     unsafe fn run<L: Lanes>(self) {
-        let max = reduce::max(self.x);
+        // SAFETY: the caller's promise.
+        let max = unsafe { reduce::max::<L>(self.x) };
         for (out, &x) in self.out.iter_mut().zip(self.x) {
             *out = exp(x - max);
         }
-        let sum = reduce::sum(self.out);
+        // SAFETY: the caller's promise.
+        let sum = unsafe { reduce::sum::<L>(self.out) };
         for out in self.out.iter_mut() {
             *out /= sum;
         }
@@ -120,6 +122,7 @@ impl Kernel for Max<'_> {
 
     #[inline(always)]
     unsafe fn run<L: Lanes>(self) -> f32 {
-        reduce::max(self.x)
+        // SAFETY: the caller's promise.
+        unsafe { reduce::max::<L>(self.x) }
     }
 }

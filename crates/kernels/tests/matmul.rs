@@ -149,7 +149,7 @@ fn wrong_shapes_are_errors() {
     let isa = Isa::detect();
     let x = random(1, 12, 1.0);
     let w = PackedMatrix::pack(&random(2, 20, 1.0), 5, 4).unwrap();
-    let mut out = vec![0.0; 15];
+    let mut out = [0.0; 15];
     let mut try_it = |x: Rows<'_>, out_rows: usize| {
         matmul(isa, x, &w, RowsMut::dense(&mut out[..out_rows * 5], 5))
             .unwrap_err()

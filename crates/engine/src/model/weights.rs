@@ -3,7 +3,7 @@
 use half::bf16;
 use kernels::{PackedGateUp, PackedMatrix, ShapeError};
 
-use super::ModelConfig;
+use super::{ModelConfig, WeightBytes};
 use crate::checkpoint::{Checkpoint, LoadError};
 
 /// All weights of a model.
@@ -48,6 +48,33 @@ pub(super) struct Expert {
     pub(super) gate_up: PackedGateUp,
     /// `[hidden, intermediate]`.
     pub(super) down: PackedMatrix,
+}
+
+impl Weights {
+    /// What a step reads of the weights; see [`WeightBytes`](super::WeightBytes).
+    pub(super) fn bytes(&self) -> WeightBytes {
+        let mut bytes = WeightBytes {
+            dense: self.head.bytes(),
+            expert: 0,
+        };
+        for layer in &self.layers {
+            bytes.dense += layer.qkv.bytes() + layer.output.bytes();
+            match &layer.mlp {
+                Mlp::Dense(mlp) => bytes.dense += mlp.bytes(),
+                Mlp::Moe { router, experts } => {
+                    bytes.dense += router.bytes();
+                    bytes.expert = experts.first().map_or(0, Expert::bytes);
+                }
+            }
+        }
+        bytes
+    }
+}
+
+impl Expert {
+    fn bytes(&self) -> usize {
+        self.gate_up.bytes() + self.down.bytes()
+    }
 }
 
 /// Reads and packs, reusing its buffers.
