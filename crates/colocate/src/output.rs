@@ -3,7 +3,14 @@
 use std::io::{self, Write};
 
 use anyhow::{Context, Result};
+use comfy_table::{LineStyle, TableStyle};
 use serde::Serialize;
+
+/// How tables look: lines above, below and under the header, none between rows.
+pub(crate) const TABLE: TableStyle = TableStyle::new()
+    .top_border(LineStyle::none().fill('─').junction('─'))
+    .header_separator(LineStyle::none().fill('─').junction('─'))
+    .bottom_border(LineStyle::none().fill('─').junction('─'));
 
 /// How a command that ran to its end came out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -3,7 +3,7 @@
 use std::{path::PathBuf, time::Instant};
 
 use anyhow::{Context, Result};
-use comfy_table::{CellAlignment, Table, presets};
+use comfy_table::{CellAlignment, Table};
 use locality::{Clustering, FitConfig, FitReport, Transform};
 use serde::Serialize;
 
@@ -93,7 +93,7 @@ pub(crate) fn run(args: &Args) -> Result<Verdict> {
 fn text(report: &Report<'_>) -> String {
     let fit = report.fit;
     let mut table = Table::new();
-    table.load_style(presets::UTF8_HORIZONTAL_ONLY);
+    table.load_style(output::TABLE);
     table.set_header(["transform", "rho", ""]);
     for line in &fit.transforms {
         let note = match &line.left_out {

@@ -278,7 +278,14 @@ impl Demo<'_> {
         let policies = &self.args.policies;
         let bar = Progress.bar("warming up", plan.requests.len());
         let warm = plan.closed(self.settings.concurrency);
-        bench.round(policies[0], &warm, &mut outputs, &bar).await?;
+        let warmed = bench.round(policies[0], &warm, &mut outputs, &bar).await?;
+        if warmed.failed > 0 {
+            bail!(
+                "{} of {} requests failed while warming up",
+                warmed.failed,
+                plan.requests.len()
+            );
+        }
         drop(bar);
         let mut rounds: Vec<_> = policies
             .iter()
@@ -318,6 +325,7 @@ impl Demo<'_> {
                 .then_some(self.settings.concurrency),
             rate: self.args.rate,
             max_tokens: self.args.max_tokens,
+            temperature: self.args.temperature,
             map: map_report,
             seconds: self.seconds,
         })

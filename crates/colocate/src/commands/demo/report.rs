@@ -1,9 +1,11 @@
 //! The demo's result: medians over rounds, comparisons, a table.
 
-use comfy_table::{CellAlignment, Table, presets};
+use comfy_table::{CellAlignment, Table};
 use routing::DecodePolicyName;
 use serde::Serialize;
 use workload::median;
+
+use crate::output;
 
 /// What one policy did in one round.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -75,6 +77,8 @@ pub(super) struct Report {
     /// Arrivals per second in an open loop; absent in a closed one.
     pub(super) rate: Option<f64>,
     pub(super) max_tokens: u32,
+    /// Temperature at which tokens were drawn; 0 takes the likeliest.
+    pub(super) temperature: f64,
     /// Absent when locality or every load balancer was left out.
     pub(super) locality_vs_best_load_balancer: Option<AgainstBest>,
     pub(super) map: MapReport,
@@ -187,12 +191,13 @@ impl Report {
             _ => String::new(),
         };
         let mut text = format!(
-            "\n1 prefill and {} decode workers serving {}; {} workload, {} requests a round, {load}, {}; seed {}\n",
+            "\n1 prefill and {} decode workers serving {}; {} workload, {} requests a round, {load}, {}; temperature {}, seed {}\n",
             self.decode_workers,
             self.model,
             self.workload,
             self.requests,
             count(self.rounds, "round"),
+            self.temperature,
             self.seed,
         );
         if self.expert_padding > 1 {
@@ -242,7 +247,7 @@ impl Report {
 
     fn table(&self) -> Table {
         let mut table = Table::new();
-        table.load_style(presets::UTF8_HORIZONTAL_ONLY);
+        table.load_style(output::TABLE);
         table.set_header([
             "policy",
             "TTFT p50\nms",
@@ -323,6 +328,7 @@ mod tests {
             concurrency: Some(96),
             rate: None,
             max_tokens: 64,
+            temperature: 0.8,
             map: MapReport {
                 calibration_prompts: 200,
                 transform: locality::Transform::Count,
