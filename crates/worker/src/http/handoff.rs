@@ -131,6 +131,31 @@ pub(super) async fn receive(
     }
 }
 
+/// Frees what a request's `kv_transfer_params` name, if this run of this worker gave them.
+///
+/// # Errors
+/// 400 where they are missing or damaged.
+pub(super) async fn release(app: &App, request: axum::extract::Request) -> Result<(), ApiError> {
+    let body = super::read(request).await?;
+    let params = TransferParams::of_request(&body)?.ok_or_else(|| {
+        ApiError::invalid_param(
+            KV_TRANSFER_PARAMS,
+            format!("the field `{KV_TRANSFER_PARAMS}` is required"),
+        )
+    })?;
+    let params = EmbeddedParams::read(&params)?;
+    if params.remote_engine_id == *app.engine_id
+        && let Err(error) = app.engine.release(&params.remote_request_id).await
+    {
+        tracing::debug!(
+            request = params.remote_request_id,
+            why = error.message,
+            "nothing to release"
+        );
+    }
+    Ok(())
+}
+
 /// What the prefill side answers: where the blocks are, and the prompt's expert counts.
 pub(super) fn reply(
     app: &App,

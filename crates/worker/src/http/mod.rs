@@ -95,6 +95,7 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/v1/models", get(models))
         .route("/health", get(health))
         .route("/metrics", get(metrics))
+        .route("/colocate/release", post(release))
         .fallback(no_route)
         .method_not_allowed_fallback(no_route)
         .with_state(app)
@@ -127,13 +128,8 @@ async fn serve(app: Arc<App>, request: Request, api: Api) -> Response {
     response
 }
 
-async fn answer(
-    app: &Arc<App>,
-    head: &Head,
-    request: Request,
-    api: Api,
-    arrival: Instant,
-) -> Result<Response, ApiError> {
+/// Reads a request's body.
+async fn read(request: Request) -> Result<Body, ApiError> {
     let bytes = axum::body::to_bytes(request.into_body(), MAX_BODY)
         .await
         .map_err(|error| {
@@ -142,7 +138,17 @@ async fn answer(
             ))
             .with_status(StatusCode::PAYLOAD_TOO_LARGE)
         })?;
-    let body = Body::parse(&bytes)?;
+    Body::parse(&bytes)
+}
+
+async fn answer(
+    app: &Arc<App>,
+    head: &Head,
+    request: Request,
+    api: Api,
+    arrival: Instant,
+) -> Result<Response, ApiError> {
+    let body = read(request).await?;
     let job = Job::start(app, &body, api, arrival).await?;
     if !job.params.stream {
         let done = job.finish(app).await?;
@@ -211,6 +217,15 @@ async fn metrics(State(app): State<Arc<App>>) -> Response {
             let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
             ([(header::CONTENT_TYPE, content_type)], text).into_response()
         }
+        Err(error) => error_response(&error),
+    }
+}
+
+/// Frees the blocks of a handoff that will not happen, named by the parameters that this worker gave for it. What it does not hold (any more) is
+/// no error: the caller need not know who was faster.
+async fn release(State(app): State<Arc<App>>, request: Request) -> Response {
+    match handoff::release(&app, request).await {
+        Ok(()) => json(&serde_json::json!({})).unwrap_or_else(|error| error_response(&error)),
         Err(error) => error_response(&error),
     }
 }
