@@ -230,7 +230,7 @@ mod tests {
         Body::parse(text.as_bytes()).unwrap()
     }
 
-    fn params(value: Value) -> TransferParams {
+    fn params(value: &Value) -> TransferParams {
         TransferParams::of_reply(&json!({ "kv_transfer_params": value })).unwrap()
     }
 
@@ -311,7 +311,7 @@ mod tests {
     #[test]
     fn flags_must_be_booleans() {
         assert!(!TransferParams::default().do_remote_decode().unwrap());
-        let error = params(json!({"do_remote_decode": 1}))
+        let error = params(&json!({"do_remote_decode": 1}))
             .do_remote_decode()
             .unwrap_err();
         assert_eq!(

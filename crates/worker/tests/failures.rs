@@ -401,7 +401,7 @@ async fn a_prefill_whose_client_goes_away_holds_nothing() {
     let prefill_request =
         common::as_value(&protocol::handoff::prefill_body(&common::as_body(&request)));
     let sending = tokio::spawn(sender.request("/v1/completions", &prefill_request).send());
-    sender.until("colocate_requests_running", 1.0).await;
+    sender.until_at_least("colocate_steps_total", 1.0).await;
     sending.abort();
     sender.until_idle().await;
 }

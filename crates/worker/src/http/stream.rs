@@ -116,9 +116,12 @@ pub(super) fn body(
     axum::body::Body::from_stream(events.map(Ok::<_, std::convert::Infallible>))
 }
 
+/// The pieces of one completion, with its place among those of the request.
+type Pieces = BoxStream<'static, (usize, Result<Piece, ApiError>)>;
+
 struct Writer<C> {
     /// None once the stream has ended.
-    pieces: Option<SelectAll<BoxStream<'static, (usize, Result<Piece, ApiError>)>>>,
+    pieces: Option<SelectAll<Pieces>>,
     chunks: C,
     tally: Tally,
 }

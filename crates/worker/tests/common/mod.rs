@@ -43,12 +43,19 @@ pub struct Worker {
     served: tokio::task::JoinHandle<Result<(), worker::ServeError>>,
 }
 
+/// An HTTP client. It wants a TLS provider even where it speaks plain HTTP.
+pub fn client() -> reqwest::Client {
+    // Every test of the process wants one; the first installs it.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    reqwest::Client::new()
+}
+
 /// The settings of a worker in these tests.
 pub fn config(role: Role) -> Config {
     let mut config = Config::new(model_dir());
     config.served_model_name = Some("m".into());
     config.role = role;
-    config.engine.num_blocks = 64;
+    config.engine.num_blocks = 600;
     config.transfer_timeout = Duration::from_secs(5);
     config
 }
@@ -70,7 +77,7 @@ impl Worker {
         };
         Self {
             bound,
-            client: reqwest::Client::new(),
+            client: client(),
             stop: Some(stop),
             served,
         }
@@ -140,6 +147,15 @@ impl Worker {
         line.map_or(0.0, |line| {
             line.rsplit(' ').next().unwrap().parse().unwrap()
         })
+    }
+
+    /// Waits until a counter has reached a value.
+    pub async fn until_at_least(&self, name: &str, wanted: f64) {
+        let begin = Instant::now();
+        while self.metric(name).await < wanted {
+            assert!(begin.elapsed() < PATIENCE, "{name} never reached {wanted}");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
     }
 
     /// Waits until a metric has a value.
