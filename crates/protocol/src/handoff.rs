@@ -252,8 +252,9 @@ mod tests {
     #[test]
     fn decode_bodies_carry_what_came_but_our_key() {
         let client = body(r#"{"prompt":"p","stream":true,"kv_transfer_params":{"mine":1},"x":2}"#);
-        let came =
-            params(json!({"remote_host": "h", "colocate": {"prompt_counts": "x"}, "unknown": [1]}));
+        let came = params(
+            &json!({"remote_host": "h", "colocate": {"prompt_counts": "x"}, "unknown": [1]}),
+        );
         assert_eq!(
             decode_body(&client, &came).to_string(),
             r#"{"prompt":"p","stream":true,"kv_transfer_params":{"remote_host":"h","unknown":[1]},"x":2}"#
