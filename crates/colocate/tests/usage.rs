@@ -23,7 +23,7 @@ fn bad_usage_exits_with_2() {
         ),
         (&["demo", "--decode-workers", "0"], "--decode-workers"),
         (&["demo", "--expert-padding", "0"], "--expert-padding"),
-        (&["demo", "--tau", "-1"], "--tau"),
+        (&["demo", "--tau", "2"], "--tau"),
         (&["demo", "--model", "/nowhere"], "expected a model folder"),
         (&["up", "--model", "/nowhere"], "expected a model folder"),
         (&["worker"], "--model"),
