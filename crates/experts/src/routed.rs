@@ -27,7 +27,7 @@ impl RoutedExperts {
     /// otherwise.
     pub fn from_ids(shape: ModelShape, ids: Vec<u16>) -> Result<Self, CountError> {
         let per_token = shape.ids_per_token();
-        if per_token == 0 || ids.len() % per_token != 0 {
+        if per_token == 0 || !ids.len().is_multiple_of(per_token) {
             return Err(ShapeError::Length {
                 shape,
                 expected: ids.len().next_multiple_of(per_token.max(1)),

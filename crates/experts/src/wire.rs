@@ -172,7 +172,7 @@ pub fn to_bytes(prompt: &PromptCounts) -> Vec<u8> {
 }
 
 /// The cheapest Rice parameter for `values`, and the bits it takes.
-fn best_rice(values: impl Iterator<Item = u32> + Clone) -> (u32, u64) {
+fn best_rice(values: &(impl Iterator<Item = u32> + Clone)) -> (u32, u64) {
     let largest = values.clone().max().unwrap_or(0);
     (0..=(31 - largest.max(1).leading_zeros()))
         .map(|r| {
@@ -193,8 +193,8 @@ fn put_layer(bits: &mut BitWriter, row: &[u32]) {
         .iter()
         .filter(|&&count| count > 0)
         .map(|count| count - 1);
-    let (dense_r, dense) = best_rice(row.iter().copied());
-    let (sparse_r, sparse) = best_rice(present.clone());
+    let (dense_r, dense) = best_rice(&row.iter().copied());
+    let (sparse_r, sparse) = best_rice(&present);
     if dense <= sparse + row.len() as u64 {
         bits.put(dense_r, 6);
         for &count in row {

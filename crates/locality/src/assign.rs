@@ -59,7 +59,7 @@ pub enum AssignError {
 /// # Errors
 /// See [`AssignError`].
 pub fn assign(costs: &[i64], clusters: usize, capacity: Capacity) -> Result<Vec<u32>, AssignError> {
-    let whole = clusters > 0 && costs.len() % clusters == 0;
+    let whole = clusters > 0 && costs.len().is_multiple_of(clusters);
     if !whole && !costs.is_empty() {
         return Err(AssignError::Shape {
             clusters,

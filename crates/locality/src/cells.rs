@@ -7,6 +7,7 @@ use crate::transform::Transform;
 ///
 /// `counts` is `layers x experts`; `weights` is `mask x experts` and used by count x IDF alone.
 /// Gate transforms have no cells in counts: they leave `out` zero.
+#[inline(always)]
 pub(crate) fn fill(
     transform: Transform,
     mask: &[u32],
@@ -31,6 +32,7 @@ pub(crate) fn fill(
 }
 
 /// One layer's transformed counts, IDF not applied.
+#[inline(always)]
 pub(crate) fn fill_row(transform: Transform, counts: &[u32], out: &mut [f32]) {
     match transform {
         Transform::CountIdf | Transform::Count => {
@@ -59,6 +61,7 @@ fn to_f32(count: u32) -> f32 {
 }
 
 /// Scales to length 1; zero stays zero.
+#[inline(always)]
 pub(crate) fn normalise(values: &mut [f32]) {
     let norm = squared_norm(values).sqrt();
     if norm > 0.0 && norm.is_finite() {

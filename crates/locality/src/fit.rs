@@ -117,7 +117,14 @@ pub fn fit(
     let dots = rated
         .best
         .and_then(|(of, dots)| (of == transform).then_some(dots));
-    let mask = choose_mask(shape, config, &rating, rater.as_ref(), dots, progress)?;
+    let mask = choose_mask(
+        shape,
+        config,
+        &rating,
+        rater.as_ref(),
+        dots.as_ref(),
+        progress,
+    )?;
 
     let settings = kmeans::Settings {
         clusters: config.clusters,
@@ -418,10 +425,10 @@ fn choose_mask(
     config: &FitConfig,
     rating: &Rating<'_>,
     rater: Option<&Rater<'_>>,
-    dots: Option<PairDots>,
+    dots: Option<&PairDots>,
     progress: &mut dyn FnMut(Progress),
 ) -> Result<Mask, FitError> {
-    let rated = rater.zip(dots.as_ref());
+    let rated = rater.zip(dots);
     let given = |layers: Vec<u32>| {
         let rho = rated
             .and_then(|(rater, dots)| rater.rho(dots, layers.iter().map(|&layer| layer as usize)));

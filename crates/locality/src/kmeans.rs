@@ -52,6 +52,30 @@ impl Points {
         &self.rows[point * self.dimension..(point + 1) * self.dimension]
     }
 
+    /// Similarities of every point to one of them.
+    fn similarities_to(&self, point: usize, threads: usize) -> Vec<f32> {
+        let mut similarities = vec![0.0; self.len()];
+        let seed = self.row(point);
+        let rows = 64;
+        let tasks = similarities
+            .chunks_mut(rows)
+            .zip(self.rows.chunks(rows * self.dimension))
+            .collect();
+        parallel::each(
+            threads,
+            tasks,
+            || (),
+            |(), (out, rows)| {
+                simd::dispatch(|| {
+                    for (out, row) in out.iter_mut().zip(rows.chunks_exact(self.dimension)) {
+                        *out = simd::dot(seed, row);
+                    }
+                });
+            },
+        );
+        similarities
+    }
+
     /// Similarities of every point to every centroid, `points x clusters`.
     fn similarities(&self, centroids: &[f32], threads: usize) -> Vec<f32> {
         let panels = Panels::pack(self.dimension, centroids);
@@ -155,7 +179,7 @@ fn seed(points: &Points, clusters: usize, random: &mut Random, threads: usize) -
         });
         seeds.push(point);
         chosen[point] = true;
-        let similarities = points.similarities(points.row(point), threads);
+        let similarities = points.similarities_to(point, threads);
         for (p, &similarity) in similarities.iter().enumerate() {
             let distance = f64::from(1.0 - similarity);
             // Below rounding noise a point is its seed's double.

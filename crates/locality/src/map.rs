@@ -10,6 +10,7 @@ use crate::config::Clustering;
 use crate::panels::Panels;
 use crate::report::Quality;
 use crate::signature::Signature;
+use crate::simd;
 use crate::transform::Transform;
 
 /// A locality map: everything a router needs to place a request, and what a refit for another
@@ -219,15 +220,17 @@ impl LocalityMap {
             });
         }
         signature.values.resize(self.dimension(), 0.0);
-        cells::fill(
-            self.transform,
-            &self.mask,
-            counts.as_slice(),
-            self.shape.experts as usize,
-            &self.weights,
-            &mut signature.values,
-        );
-        cells::normalise(&mut signature.values);
+        simd::dispatch(|| {
+            cells::fill(
+                self.transform,
+                &self.mask,
+                counts.as_slice(),
+                self.shape.experts as usize,
+                &self.weights,
+                &mut signature.values,
+            );
+            cells::normalise(&mut signature.values);
+        });
         Ok(())
     }
 

@@ -52,45 +52,80 @@ impl Panels {
     pub(crate) fn multiply(&self, row: &[f32], out: &mut [f32]) {
         assert_eq!(row.len(), self.rows, "a row of another length");
         assert_eq!(out.len(), self.columns, "an output of another length");
-        self.multiply_rows(row, out);
+        if self.rows == 0 {
+            out.fill(0.0);
+            return;
+        }
+        simd::dispatch(|| {
+            let panels = self.data.chunks_exact(self.rows * WIDTH);
+            for (panel, out) in panels.zip(out.chunks_mut(WIDTH)) {
+                let sums = panel_sums(panel, row);
+                out.copy_from_slice(&sums[..out.len()]);
+            }
+        });
     }
 
-    /// `out[r,k] = column_k . row_r`: the same bits for a row, whatever rows come with it.
+    /// `out[r,k] = column_k . row_r` for many rows, four at a time, so that a panel is read once
+    /// for four. The order of additions is not [`multiply`](Self::multiply)'s.
     pub(crate) fn multiply_rows(&self, rows: &[f32], out: &mut [f32]) {
         if self.rows == 0 || self.columns == 0 {
             out.fill(0.0);
             return;
         }
+        let count = rows.len() / self.rows;
+        let row = |r: usize| &rows[r * self.rows..(r + 1) * self.rows];
         simd::dispatch(|| {
             for (p, panel) in self.data.chunks_exact(self.rows * WIDTH).enumerate() {
-                let columns = p * WIDTH..((p + 1) * WIDTH).min(self.columns);
-                for (row, out) in rows
-                    .chunks_exact(self.rows)
-                    .zip(out.chunks_exact_mut(self.columns))
-                {
-                    let sums = panel_sums(panel, row);
-                    out[columns.clone()].copy_from_slice(&sums[..columns.len()]);
+                let first = p * WIDTH;
+                let width = WIDTH.min(self.columns - first);
+                for start in (0..count).step_by(4) {
+                    // At the end the last row is taken again instead of a missing one.
+                    let at = |offset: usize| (start + offset).min(count - 1);
+                    let sums = block_sums(panel, [row(at(0)), row(at(1)), row(at(2)), row(at(3))]);
+                    for (offset, sums) in sums.iter().enumerate() {
+                        let out = &mut out[at(offset) * self.columns + first..][..width];
+                        out.copy_from_slice(&sums[..width]);
+                    }
                 }
             }
         });
     }
 }
 
-/// Sixteen dot products at once, in four interleaved partial sums each.
+/// Sixteen dot products of each of four rows, each in one running sum.
 #[inline(always)]
-fn panel_sums(panel: &[f32], row: &[f32]) -> [f32; WIDTH] {
+fn block_sums(panel: &[f32], rows: [&[f32]; 4]) -> [[f32; WIDTH]; 4] {
+    let lines = panel.as_chunks::<WIDTH>().0;
+    // One length for all, so that nothing is checked inside.
+    let rows = rows.map(|row| &row[..lines.len()]);
     let mut sums = [[0.0f32; WIDTH]; 4];
-    let (quads, rest) = row.as_chunks::<4>();
-    let (panel_quads, panel_rest) = panel.split_at(quads.len() * 4 * WIDTH);
-    for (quad, lines) in quads.iter().zip(panel_quads.as_chunks::<{ 4 * WIDTH }>().0) {
-        let lines = lines.as_chunks::<WIDTH>().0;
-        for part in 0..4 {
+    for (at, line) in lines.iter().enumerate() {
+        for (sums, row) in sums.iter_mut().zip(rows) {
             for lane in 0..WIDTH {
-                sums[part][lane] += quad[part] * lines[part][lane];
+                sums[lane] += row[at] * line[lane];
             }
         }
     }
-    for (&value, line) in rest.iter().zip(panel_rest.as_chunks::<WIDTH>().0) {
+    sums
+}
+
+/// Sixteen dot products at once, each in four running sums over a quarter of the row, so that no
+/// addition waits for the one before it.
+#[inline(always)]
+fn panel_sums(panel: &[f32], row: &[f32]) -> [f32; WIDTH] {
+    let lines = &panel.as_chunks::<WIDTH>().0[..row.len()];
+    let quarter = row.len() / 4;
+    let values = [0, 1, 2, 3].map(|part| &row[part * quarter..(part + 1) * quarter]);
+    let parts = [0, 1, 2, 3].map(|part| &lines[part * quarter..(part + 1) * quarter]);
+    let mut sums = [[0.0f32; WIDTH]; 4];
+    for at in 0..quarter {
+        for ((sums, values), lines) in sums.iter_mut().zip(values).zip(parts) {
+            for lane in 0..WIDTH {
+                sums[lane] += values[at] * lines[at][lane];
+            }
+        }
+    }
+    for (&value, line) in row.iter().zip(lines).skip(4 * quarter) {
         for lane in 0..WIDTH {
             sums[0][lane] += value * line[lane];
         }

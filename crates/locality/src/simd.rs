@@ -23,14 +23,18 @@ pub(crate) fn dispatch<R>(body: impl FnOnce() -> R) -> R {
     ARCH.dispatch(Body(body))
 }
 
-/// `a . b` in sixteen interleaved partial sums; both a multiple of sixteen long.
+/// `a . b` in sixteen interleaved partial sums; both of the same length.
 #[inline(always)]
 pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut sums = [0.0f32; 16];
-    for (a, b) in a.as_chunks::<16>().0.iter().zip(b.as_chunks::<16>().0) {
+    let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<16>(), b.as_chunks::<16>());
+    for (a, b) in a.iter().zip(b) {
         for lane in 0..16 {
             sums[lane] += a[lane] * b[lane];
         }
+    }
+    for ((sum, a), b) in sums.iter_mut().zip(a_rest).zip(b_rest) {
+        *sum += a * b;
     }
     tree_sum(sums)
 }
