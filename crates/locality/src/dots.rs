@@ -76,15 +76,18 @@ impl PairDots {
             for (row, record) in rows.chunks_exact_mut(width).zip(records) {
                 source.fill(record, layer, &mut row[..experts]);
             }
-            simd::dispatch(|| {
-                for (square, row) in squares.iter_mut().zip(rows.chunks_exact(width)) {
-                    *square = simd::dot(row, row);
-                }
-                for (dot, &[i, j]) in dots.iter_mut().zip(pairs) {
-                    let row = |i: u32| &rows[i as usize * width..(i as usize + 1) * width];
-                    *dot = simd::dot(row(i), row(j));
-                }
-            });
+            simd::dispatch(
+                #[inline(always)]
+                || {
+                    for (square, row) in squares.iter_mut().zip(rows.chunks_exact(width)) {
+                        *square = simd::dot(row, row);
+                    }
+                    for (dot, &[i, j]) in dots.iter_mut().zip(pairs) {
+                        let row = |i: u32| &rows[i as usize * width..(i as usize + 1) * width];
+                        *dot = simd::dot(row(i), row(j));
+                    }
+                },
+            );
         });
         Self {
             dots,

@@ -66,11 +66,14 @@ impl Points {
             tasks,
             || (),
             |(), (out, rows)| {
-                simd::dispatch(|| {
-                    for (out, row) in out.iter_mut().zip(rows.chunks_exact(self.dimension)) {
-                        *out = simd::dot(seed, row);
-                    }
-                });
+                simd::dispatch(
+                    #[inline(always)]
+                    || {
+                        for (out, row) in out.iter_mut().zip(rows.chunks_exact(self.dimension)) {
+                            *out = simd::dot(seed, row);
+                        }
+                    },
+                );
             },
         );
         similarities
@@ -259,17 +262,20 @@ fn nearest(similarities: &[f32], clusters: usize) -> Vec<u32> {
 fn means(points: &Points, labels: &[u32], clusters: usize) -> Vec<f32> {
     let dimension = points.dimension;
     let mut means = vec![0.0f32; clusters * dimension];
-    simd::dispatch(|| {
-        for (point, &label) in labels.iter().enumerate() {
-            let start = label as usize * dimension;
-            let mean = &mut means[start..start + dimension];
-            for (sum, &value) in mean.iter_mut().zip(points.row(point)) {
-                *sum += value;
+    simd::dispatch(
+        #[inline(always)]
+        || {
+            for (point, &label) in labels.iter().enumerate() {
+                let start = label as usize * dimension;
+                let mean = &mut means[start..start + dimension];
+                for (sum, &value) in mean.iter_mut().zip(points.row(point)) {
+                    *sum += value;
+                }
             }
-        }
-        for mean in means.chunks_exact_mut(dimension.max(1)) {
-            cells::normalise(mean);
-        }
-    });
+            for mean in means.chunks_exact_mut(dimension.max(1)) {
+                cells::normalise(mean);
+            }
+        },
+    );
     means
 }

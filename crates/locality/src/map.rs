@@ -220,17 +220,20 @@ impl LocalityMap {
             });
         }
         signature.values.resize(self.dimension(), 0.0);
-        simd::dispatch(|| {
-            cells::fill(
-                self.transform,
-                &self.mask,
-                counts.as_slice(),
-                self.shape.experts as usize,
-                &self.weights,
-                &mut signature.values,
-            );
-            cells::normalise(&mut signature.values);
-        });
+        simd::dispatch(
+            #[inline(always)]
+            || {
+                cells::fill(
+                    self.transform,
+                    &self.mask,
+                    counts.as_slice(),
+                    self.shape.experts as usize,
+                    &self.weights,
+                    &mut signature.values,
+                );
+                cells::normalise(&mut signature.values);
+            },
+        );
         Ok(())
     }
 

@@ -56,13 +56,16 @@ impl Panels {
             out.fill(0.0);
             return;
         }
-        simd::dispatch(|| {
-            let panels = self.data.chunks_exact(self.rows * WIDTH);
-            for (panel, out) in panels.zip(out.chunks_mut(WIDTH)) {
-                let sums = panel_sums(panel, row);
-                out.copy_from_slice(&sums[..out.len()]);
-            }
-        });
+        simd::dispatch(
+            #[inline(always)]
+            || {
+                let panels = self.data.chunks_exact(self.rows * WIDTH);
+                for (panel, out) in panels.zip(out.chunks_mut(WIDTH)) {
+                    let sums = panel_sums(panel, row);
+                    out.copy_from_slice(&sums[..out.len()]);
+                }
+            },
+        );
     }
 
     /// `out[r,k] = column_k . row_r` for many rows, four at a time, so that a panel is read once
@@ -74,21 +77,25 @@ impl Panels {
         }
         let count = rows.len() / self.rows;
         let row = |r: usize| &rows[r * self.rows..(r + 1) * self.rows];
-        simd::dispatch(|| {
-            for (p, panel) in self.data.chunks_exact(self.rows * WIDTH).enumerate() {
-                let first = p * WIDTH;
-                let width = WIDTH.min(self.columns - first);
-                for start in (0..count).step_by(4) {
-                    // At the end the last row is taken again instead of a missing one.
-                    let at = |offset: usize| (start + offset).min(count - 1);
-                    let sums = block_sums(panel, [row(at(0)), row(at(1)), row(at(2)), row(at(3))]);
-                    for (offset, sums) in sums.iter().enumerate() {
-                        let out = &mut out[at(offset) * self.columns + first..][..width];
-                        out.copy_from_slice(&sums[..width]);
+        simd::dispatch(
+            #[inline(always)]
+            || {
+                for (p, panel) in self.data.chunks_exact(self.rows * WIDTH).enumerate() {
+                    let first = p * WIDTH;
+                    let width = WIDTH.min(self.columns - first);
+                    for start in (0..count).step_by(4) {
+                        // At the end the last row is taken again instead of a missing one.
+                        let at = |offset: usize| (start + offset).min(count - 1);
+                        let sums =
+                            block_sums(panel, [row(at(0)), row(at(1)), row(at(2)), row(at(3))]);
+                        for (offset, sums) in sums.iter().enumerate() {
+                            let out = &mut out[at(offset) * self.columns + first..][..width];
+                            out.copy_from_slice(&sums[..width]);
+                        }
                     }
                 }
-            }
-        });
+            },
+        );
     }
 }
 

@@ -32,11 +32,14 @@ fn cosine_keys(
             let sum = sums.squares.iter().zip(squares);
             inverse.extend(sum.map(|(&a, &b)| inverse_root(a + b)));
             let inputs = pairs.iter().zip(&sums.dots).zip(dots);
-            simd::dispatch(|| {
-                for (key_out, ((&[i, j], &dot), &more)) in keys.iter_mut().zip(inputs) {
-                    *key_out = key((dot + more) * (inverse[i as usize] * inverse[j as usize]));
-                }
-            });
+            simd::dispatch(
+                #[inline(always)]
+                || {
+                    for (key_out, ((&[i, j], &dot), &more)) in keys.iter_mut().zip(inputs) {
+                        *key_out = key((dot + more) * (inverse[i as usize] * inverse[j as usize]));
+                    }
+                },
+            );
         }
         None => {
             inverse.extend(sums.squares.iter().map(|&square| inverse_root(square)));

@@ -9,7 +9,8 @@ use pulp::{Arch, WithSimd};
 
 static ARCH: LazyLock<Arch> = LazyLock::new(Arch::new);
 
-/// Runs `body`, inlined, with the widest instructions there are.
+/// Runs `body` with the widest instructions there are. The closure must say `#[inline(always)]`: on
+/// its own it would be compiled for every machine.
 #[inline(always)]
 pub(crate) fn dispatch<R>(body: impl FnOnce() -> R) -> R {
     struct Body<F>(F);
