@@ -56,16 +56,11 @@ impl Panels {
             out.fill(0.0);
             return;
         }
-        simd::dispatch(
-            #[inline(always)]
-            || {
-                let panels = self.data.chunks_exact(self.rows * WIDTH);
-                for (panel, out) in panels.zip(out.chunks_mut(WIDTH)) {
-                    let sums = panel_sums(panel, row);
-                    out.copy_from_slice(&sums[..out.len()]);
-                }
-            },
-        );
+        let panels = self.data.chunks_exact(self.rows * WIDTH);
+        for (panel, out) in panels.zip(out.chunks_mut(WIDTH)) {
+            let sums = panel_sums(panel, row);
+            out.copy_from_slice(&sums[..out.len()]);
+        }
     }
 
     /// `out[r,k] = column_k . row_r` for many rows, four at a time, so that a panel is read once
@@ -118,21 +113,16 @@ fn block_sums(panel: &[f32], rows: [&[f32]; 4]) -> [[f32; WIDTH]; 4] {
 
 /// Sixteen dot products at once, each in four running sums over a quarter of the row, so that no
 /// addition waits for the one before it.
-#[inline(always)]
 fn panel_sums(panel: &[f32], row: &[f32]) -> [f32; WIDTH] {
     let lines = &panel.as_chunks::<WIDTH>().0[..row.len()];
-    let quarter = row.len() / 4;
-    let values = [0, 1, 2, 3].map(|part| &row[part * quarter..(part + 1) * quarter]);
-    let parts = [0, 1, 2, 3].map(|part| &lines[part * quarter..(part + 1) * quarter]);
     let mut sums = [[0.0f32; WIDTH]; 4];
-    for at in 0..quarter {
-        for ((sums, values), lines) in sums.iter_mut().zip(values).zip(parts) {
-            for lane in 0..WIDTH {
-                sums[lane] += values[at] * lines[at][lane];
-            }
-        }
-    }
-    for (&value, line) in row.iter().zip(lines).skip(4 * quarter) {
+    // The sums come back through memory: added up in the same function, they would be kept as 64
+    // scalars and nothing would be vectorised.
+    simd::dispatch(
+        #[inline(always)]
+        || sums = quarter_sums(lines, row),
+    );
+    for (&value, line) in row.iter().zip(lines).skip(row.len() / 4 * 4) {
         for lane in 0..WIDTH {
             sums[0][lane] += value * line[lane];
         }
@@ -142,4 +132,20 @@ fn panel_sums(panel: &[f32], row: &[f32]) -> [f32; WIDTH] {
         total[lane] = (sums[0][lane] + sums[1][lane]) + (sums[2][lane] + sums[3][lane]);
     }
     total
+}
+
+#[inline(always)]
+fn quarter_sums(lines: &[[f32; WIDTH]], row: &[f32]) -> [[f32; WIDTH]; 4] {
+    let quarter = row.len() / 4;
+    let values = [0, 1, 2, 3].map(|part| &row[part * quarter..][..quarter]);
+    let lines = [0, 1, 2, 3].map(|part| &lines[part * quarter..][..quarter]);
+    let mut sums = [[0.0f32; WIDTH]; 4];
+    for at in 0..quarter {
+        for ((sums, values), lines) in sums.iter_mut().zip(values).zip(lines) {
+            for lane in 0..WIDTH {
+                sums[lane] += values[at] * lines[at][lane];
+            }
+        }
+    }
+    sums
 }
