@@ -298,7 +298,7 @@ async fn infer(State(peer): State<Arc<Inner>>, request: Request) -> Response {
     if is_prefill {
         prefill(&peer, &seen, &script)
     } else {
-        decode(&peer, &seen, script)
+        decode(&peer, &seen, &script)
     }
 }
 
@@ -362,10 +362,10 @@ fn prefill(peer: &Inner, seen: &Seen, script: &Script) -> Response {
     reply(200, &value)
 }
 
-fn decode(peer: &Arc<Inner>, seen: &Seen, script: Script) -> Response {
+fn decode(peer: &Arc<Inner>, seen: &Seen, script: &Script) -> Response {
     let tokens = seen.body["max_tokens"].as_u64().unwrap_or(4) as usize;
     let prompt_tokens = if let Script::Miscounts(tokens) = script {
-        tokens
+        *tokens
     } else {
         words(&seen.body)
     };
@@ -401,8 +401,8 @@ fn decode(peer: &Arc<Inner>, seen: &Seen, script: Script) -> Response {
                 json!({"error": {"message": "scripted", "code": code}})
             )]
         }
-        Script::BreakAfter(chunks) => return broken(events.into_iter().take(chunks).collect()),
-        Script::EndAfter(chunks) => events.truncate(chunks),
+        Script::BreakAfter(chunks) => return broken(events.into_iter().take(*chunks).collect()),
+        Script::EndAfter(chunks) => events.truncate(*chunks),
         _ => {}
     }
     let state = (
