@@ -58,7 +58,7 @@ pub(crate) fn calibration(records: usize, groups: usize) -> CalibrationFile {
                     for layer in 0..3 {
                         // Mostly the group's own pair of experts, now and then another one.
                         let own = (group * 2 + layer) % 16;
-                        let other = if (token + salt + index) % 4 == 0 {
+                        let other = if (token + salt + index).is_multiple_of(4) {
                             (own + 5 + token * 3 + index) % 16
                         } else {
                             (own + 1) % 16
