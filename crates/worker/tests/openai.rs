@@ -438,8 +438,9 @@ async fn a_client_that_goes_away_ends_its_requests() {
         worker.until_idle().await;
     }
     assert!(worker.metric("colocate_decode_tokens_total").await < 16_000.0);
+    // The client that waited for a whole reply may have gone before its second completion began.
     worker
-        .until("colocate_requests_total{outcome=\"cancelled\"}", 4.0)
+        .until_at_least("colocate_requests_total{outcome=\"cancelled\"}", 3.0)
         .await;
 }
 
