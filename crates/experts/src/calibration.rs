@@ -12,7 +12,7 @@
 //! {"prompt_counts":"…","output_counts":"…","gate_probabilities":"…","gate_logits":"…","domain":"law","workload":"task"}
 //! ```
 //!
-//! Counts and values have their [wire](crate::wire) forms. Lines are made and read one at a time,
+//! Counts and values have their [wire] forms. Lines are made and read one at a time,
 //! so a recorder can append as it goes.
 
 use serde::{Deserialize, Serialize};

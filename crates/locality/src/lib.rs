@@ -21,7 +21,7 @@
 //!
 //! # The parts
 //!
-//! [`fit`] solves both and returns a [`LocalityMap`] with a [`FitReport`]; the map makes a
+//! [`fit()`] solves both and returns a [`LocalityMap`] with a [`FitReport`]; the map makes a
 //! [`Signature`] and its similarities, goes to and from bytes, and refits itself for another `K`.
 //!
 //! The crate is pure: no files, no sockets, no clock; randomness comes from the seed alone, and
@@ -33,7 +33,7 @@ mod calibration;
 mod cells;
 mod config;
 mod dots;
-mod file;
+pub mod file;
 mod fit;
 mod idf;
 mod kmeans;

@@ -14,7 +14,7 @@ use crate::simd;
 use crate::transform::Transform;
 
 /// A locality map: everything a router needs to place a request, and what a refit for another
-/// number of clusters needs. It goes to and from bytes.
+/// number of clusters needs. Its bytes are one safetensors file, see [`file`](crate::file).
 #[derive(Debug, Clone)]
 pub struct LocalityMap {
     pub(crate) model: String,
