@@ -10,7 +10,7 @@ mkdir -p "$cache"
   "$cache/venv/bin/pip" install --quiet 'numpy>=2' 'scipy>=1.15'
 [ -f "$cache/data.bin" ] || "$cache/venv/bin/python" tools/bench/locality/make_data.py "$cache/data.bin"
 echo "== ours (criterion: low, estimate, high)"
-LOCALITY_BENCH_DATA="$PWD/$cache/data.bin" cargo bench --quiet -p locality -- --noplot 2>&1 |
+LOCALITY_BENCH_DATA="$PWD/$cache/data.bin" cargo bench --quiet -p locality --bench locality -- --noplot 2>&1 |
   grep -E 'time:|p50|processor'
 echo "== NumPy and SciPy"
 # One thread for a decision, as ours; the fit takes what cores there are, as ours.
