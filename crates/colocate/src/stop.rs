@@ -1,12 +1,15 @@
 //! When to stop: Ctrl-C, SIGTERM, or a parent process that has gone.
 
-use std::io::Read;
+use std::{
+    io::Read,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context, Result};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-/// A token that is cancelled by SIGINT (Ctrl-C) or SIGTERM. The second signal ends the process at once.
+/// A token that is cancelled by SIGINT (Ctrl-C) or SIGTERM. Another one, a second or more later, ends the process at once.
 ///
 /// Must be called within a runtime.
 pub(crate) fn on_signals() -> Result<CancellationToken> {
@@ -15,15 +18,18 @@ pub(crate) fn on_signals() -> Result<CancellationToken> {
     let stop = CancellationToken::new();
     let token = stop.clone();
     tokio::spawn(async move {
-        for signals in 0.. {
+        let mut first = None;
+        loop {
             tokio::select! {
                 _ = interrupt.recv() => {}
                 _ = terminate.recv() => {}
             }
-            if signals > 0 {
+            let since = *first.get_or_insert_with(Instant::now);
+            token.cancel();
+            // Supervisors signal a process and its group at once: that is one wish, not two.
+            if since.elapsed() > Duration::from_secs(1) {
                 std::process::exit(1);
             }
-            token.cancel();
         }
     });
     Ok(stop)
@@ -38,7 +44,7 @@ pub(crate) fn when_parent_goes(stop: CancellationToken) {
         let mut ignored = [0u8; 64];
         while !matches!(input.read(&mut ignored), Ok(0) | Err(_)) {}
         stop.cancel();
-        std::thread::sleep(std::time::Duration::from_secs(3));
+        std::thread::sleep(Duration::from_secs(3));
         std::process::exit(1);
     });
 }
