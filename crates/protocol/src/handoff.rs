@@ -289,8 +289,9 @@ mod tests {
 
     #[test]
     fn foreign_or_damaged_parameters_are_refused() {
-        let vllm =
-            params(json!({"do_remote_prefill": true, "remote_host": "h", "transfer_mode": "pull"}));
+        let vllm = params(
+            &json!({"do_remote_prefill": true, "remote_host": "h", "transfer_mode": "pull"}),
+        );
         assert_eq!(vllm.transport(), Transport::Vllm);
         let error = EmbeddedParams::read(&vllm).unwrap_err();
         assert!(error.has_code(ApiError::KV_TRANSFER_INCOMPATIBLE) && error.status.as_u16() == 400);
