@@ -78,6 +78,8 @@ impl Client {
         // Fails only when another provider is there already, which serves as well.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let http = reqwest::Client::builder()
+            // Workers and gateways are reached directly, whatever proxy the machine uses for the outside.
+            .no_proxy()
             .connect_timeout(CONNECT_LIMIT)
             .pool_max_idle_per_host(256)
             .build()

@@ -23,7 +23,7 @@
 //! | `transform` | `count_idf`, `count`, `sqrt_count`, `gate_probability`, `gate_logit`, `binary` |
 //! | `clustering` | `balanced` or `plain`; with `restarts`, `max_iterations` and `seed` it repeats a refit |
 //! | `quality` | `rho`, `rho_all_layers`, `cluster_sizes`, `within_similarity`, `between_similarity` |
-//! | `checksum` | XXH3-64 in hex over all tensors in the table's order, each as its length (u64, little-endian) and its bytes |
+//! | `checksum` | XXH3-64 in hex over this JSON with an empty `checksum`, then all tensors in the table's order, each as its length (u64, little-endian) and its bytes |
 
 use std::collections::HashMap;
 
@@ -156,7 +156,7 @@ impl LocalityMap {
                 le(values),
             )),
         }
-        let metadata = Metadata {
+        let mut metadata = Metadata {
             version: MAP_VERSION,
             model: self.model.clone(),
             shape: self.shape,
@@ -166,8 +166,12 @@ impl LocalityMap {
             max_iterations: self.max_iterations,
             seed: self.seed,
             quality: self.quality.clone(),
-            checksum: checksum(tensors.iter().map(|(_, _, _, data)| data.as_slice())),
+            checksum: String::new(),
         };
+        metadata.checksum = checksum(
+            &serde_json::to_string(&metadata)?,
+            tensors.iter().map(|(_, _, _, data)| data.as_slice()),
+        );
         let metadata = HashMap::from([(KEY.to_owned(), serde_json::to_string(&metadata)?)]);
         let views = tensors
             .iter()
@@ -199,7 +203,7 @@ impl LocalityMap {
             tensors: &tensors,
             shape: metadata.shape.check()?,
         }
-        .read(metadata)
+        .read(metadata, text)
     }
 }
 
@@ -209,7 +213,7 @@ struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    fn read(&self, metadata: Metadata) -> Result<LocalityMap, MapError> {
+    fn read(&self, metadata: Metadata, text: &str) -> Result<LocalityMap, MapError> {
         let (layers, experts) = (self.shape.layers as usize, self.shape.experts as usize);
         let idf_data = self.tensor("idf", Dtype::F32, &[Some(layers), Some(experts)])?;
         let mask_data = self.tensor("mask", Dtype::U32, &[None])?;
@@ -253,7 +257,10 @@ impl Reader<'_> {
                 values: le_f32(data),
             }
         };
-        let got = checksum(parts.into_iter());
+        // As it was written, before the checksum was filled in.
+        let filled = format!("\"checksum\":\"{}\"", metadata.checksum);
+        let text = text.replacen(&filled, "\"checksum\":\"\"", 1);
+        let got = checksum(&text, parts.into_iter());
         if got != metadata.checksum {
             return Err(MapError::Checksum {
                 expected: metadata.checksum,
@@ -309,12 +316,15 @@ impl Reader<'_> {
     }
 }
 
-fn checksum<'a>(parts: impl Iterator<Item = &'a [u8]>) -> String {
+/// Over the metadata's text, its own checksum empty, and the tensors' bytes.
+fn checksum<'a>(metadata: &str, tensors: impl Iterator<Item = &'a [u8]>) -> String {
     let mut hash = Xxh3Default::new();
-    for part in parts {
+    let mut add = |part: &[u8]| {
         hash.update(&(part.len() as u64).to_le_bytes());
         hash.update(part);
-    }
+    };
+    add(metadata.as_bytes());
+    tensors.for_each(&mut add);
     format!("{:016x}", hash.digest())
 }
 

@@ -2,7 +2,7 @@
 //!
 //! 1. [`prefill_body`] turns the client's request into the one for the prefill worker: one token, no streaming, `do_remote_decode`.
 //! 2. The prefill worker's reply carries [`TransferParams`] under [`KV_TRANSFER_PARAMS`]. They are vLLM's affair, and opaque here, apart from this
-//!    project's one key, [`experts::wire::KEY`], which [`TransferParams::take_counts`] takes out.
+//!    project's one key, [`experts::wire::KEY`], which [`TransferParams::take_extras`] takes out.
 //! 3. [`decode_body`] puts the rest beside the client's own request, for the decode worker, which pulls the prompt's KV blocks.
 //!
 //! Embedded workers speak the same JSON, and move blocks by their own transfer. Their parameters say so (`"transport": "colocate"`), so that a pool
