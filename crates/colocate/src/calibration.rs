@@ -9,6 +9,7 @@ use workload::Prompt;
 
 use crate::{
     client::{Ask, Client, Sampling},
+    files,
     progress::Step,
 };
 
@@ -97,6 +98,5 @@ pub(crate) fn read(path: &Path) -> Result<CalibrationFile> {
 
 /// Writes a calibration file.
 pub(crate) fn write(file: &CalibrationFile, path: &Path) -> Result<()> {
-    std::fs::write(path, file.to_jsonl()?)
-        .with_context(|| format!("cannot write {}", path.display()))
+    files::write(path, file.to_jsonl()?.as_bytes())
 }

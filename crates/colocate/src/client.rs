@@ -37,6 +37,14 @@ impl Sampling {
     /// The temperature unless told: taking the likeliest token lets small models go round in circles, which no served traffic does.
     pub(crate) const DEFAULT_TEMPERATURE: f64 = 0.8;
 
+    /// Reads a temperature from the command line.
+    pub(crate) fn temperature(text: &str) -> Result<f64, String> {
+        match text.parse() {
+            Ok(temperature) if (0.0..=100.0).contains(&temperature) => Ok(temperature),
+            _ => Err("expected a number from 0 to 100".into()),
+        }
+    }
+
     /// The sampling of the `index`-th of many requests: each draws from a seed of its own.
     pub(crate) fn of(self, index: usize) -> Self {
         Self {

@@ -2,7 +2,7 @@
 
 use std::{
     fs::File,
-    io::BufReader,
+    io::{BufReader, Write},
     path::{Path, PathBuf},
 };
 
@@ -10,6 +10,33 @@ use anyhow::{Context, Result};
 use workload::Prompt;
 
 use crate::output::BadUsage;
+
+/// Writes a file whole or not at all: what stands there before is replaced only once all bytes are on the disk beside it.
+pub(crate) fn write(path: &Path, bytes: &[u8]) -> Result<()> {
+    let special = path
+        .metadata()
+        .is_ok_and(|existing| !existing.is_file() && !existing.is_dir());
+    let written = if special {
+        std::fs::write(path, bytes)
+    } else {
+        replace(path, bytes)
+    };
+    written.with_context(|| format!("cannot write {}", path.display()))
+}
+
+fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    let folder = match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
+    };
+    let mut builder = tempfile::Builder::new();
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+    let mut file = builder.prefix(".colocate-").tempfile_in(folder)?;
+    file.write_all(bytes)?;
+    file.persist(path).map_err(|error| error.error)?;
+    Ok(())
+}
 
 /// Reads a prompt file.
 pub(crate) fn prompts(path: &Path) -> Result<Vec<Prompt>> {
@@ -63,5 +90,25 @@ pub(crate) fn model_prompts(given: Option<&Path>, model: &Path, name: &str) -> R
     match given {
         Some(path) => prompts(path),
         None => prompts(&model.join("prompts").join(format!("{name}.jsonl"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn a_failed_write_leaves_what_was_there() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("map");
+        write(&file, b"first").unwrap();
+        write(&file, b"second").unwrap();
+        assert_eq!(std::fs::read(&file).unwrap(), b"second");
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+        // A folder cannot be replaced by a file.
+        assert!(write(folder.path(), b"third").is_err());
+        assert!(write(&folder.path().join("none").join("map"), b"third").is_err());
+        assert_eq!(std::fs::read(&file).unwrap(), b"second");
     }
 }

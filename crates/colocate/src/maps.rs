@@ -5,6 +5,8 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use locality::{Clustering, LocalityMap, Quality};
 
+use crate::files;
+
 /// Reads a locality map.
 pub(crate) fn read(path: &Path) -> Result<LocalityMap> {
     let bytes = std::fs::read(path)
@@ -18,7 +20,7 @@ pub(crate) fn write(map: &LocalityMap, path: &Path) -> Result<()> {
     let bytes = map
         .to_bytes()
         .context("cannot put the locality map into bytes")?;
-    std::fs::write(path, bytes).with_context(|| format!("cannot write {}", path.display()))
+    files::write(path, &bytes)
 }
 
 /// The lines that `fit` and `inspect` share: layers, clusters, similarities.

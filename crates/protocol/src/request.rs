@@ -135,11 +135,12 @@ impl Body {
         }
     }
 
-    /// The messages of a chat request.
+    /// The messages of a chat request, as chat templates take them: a `content` of text parts becomes one string, its parts on lines of
+    /// their own as in vLLM.
     ///
     /// # Errors
-    /// 400 where they are absent, empty, or not a list of objects with a `role`.
-    pub fn messages(&self) -> Result<&[Value], ApiError> {
+    /// 400 where they are absent, empty, not a list of objects with a `role`, or with a `content` that is not text.
+    pub fn messages(&self) -> Result<Vec<Value>, ApiError> {
         let wrong = |message: String| ApiError::invalid_param("messages", message);
         let messages = self
             .list("messages")?
@@ -147,14 +148,24 @@ impl Body {
         if messages.is_empty() {
             return Err(wrong("expected at least one message, got none".into()));
         }
+        let mut plain = Vec::with_capacity(messages.len());
         for (index, message) in messages.iter().enumerate() {
             if message.get("role").and_then(Value::as_str).is_none() {
                 return Err(wrong(format!(
                     "expected messages[{index}] to be an object with a string `role`"
                 )));
             }
+            let mut message = message.clone();
+            if let Some(content) = message.get_mut("content") {
+                *content = text_content(content).ok_or_else(|| {
+                    wrong(format!(
+                        "expected messages[{index}].content to be a string, null or a list of text parts: only text is supported"
+                    ))
+                })?;
+            }
+            plain.push(message);
         }
-        Ok(messages)
+        Ok(plain)
     }
 
     /// The stop strings: `stop` as a string or a list of strings.
@@ -209,10 +220,27 @@ impl Body {
     }
 }
 
+/// A message's content as a string or null; none where it holds anything but text.
+fn text_content(content: &Value) -> Option<Value> {
+    match content {
+        Value::Null | Value::String(_) => Some(content.clone()),
+        Value::Array(parts) => parts
+            .iter()
+            .map(|part| {
+                let text = part.get("type").and_then(Value::as_str) == Some("text");
+                part.get("text").and_then(Value::as_str).filter(|_| text)
+            })
+            .collect::<Option<Vec<_>>>()
+            .map(|texts| texts.join("\n").into()),
+        _ => None,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use serde_json::json;
 
     fn body(text: &str) -> Body {
         Body::parse(text.as_bytes()).unwrap()
@@ -310,5 +338,31 @@ mod tests {
         let chat = body(r#"{"messages":[{"role":"user","content":"hello"}]}"#);
         assert_eq!(chat.routing_prefix(12), br#"[{"role":"us"#[..]);
         assert!(body("{}").routing_prefix(9).is_empty());
+    }
+
+    #[test]
+    fn message_contents_are_text_or_refused() {
+        let contents = |content: &str| {
+            body(&format!(
+                r#"{{"messages":[{{"role":"user","content":{content}}}]}}"#
+            ))
+            .messages()
+            .map(|messages| messages[0]["content"].clone())
+        };
+        for (content, expected) in [
+            (r#""hi""#, json!("hi")),
+            ("null", Value::Null),
+            (r#"[{"type":"text","text":"hi"}]"#, json!("hi")),
+            (
+                r#"[{"type":"text","text":"a"},{"type":"text","text":"b"}]"#,
+                json!("a\nb"),
+            ),
+        ] {
+            assert_eq!(contents(content).unwrap(), expected, "{content}");
+        }
+        for content in ["5", r#"{"a":1}"#, r#"[{"type":"image_url"}]"#, r#"["hi"]"#] {
+            let error = contents(content).unwrap_err();
+            assert!(error.message.contains("messages[0].content"), "{content}");
+        }
     }
 }

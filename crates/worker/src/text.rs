@@ -63,7 +63,7 @@ impl Text {
                 .object("chat_template_kwargs")?
                 .map_or_else(Map::new, Clone::clone),
         };
-        let messages = Value::from(body.messages()?.to_vec());
+        let messages = Value::from(body.messages()?);
         self.0
             .render_chat(&messages, &options)
             .and_then(|text| self.0.encode(&text, false))

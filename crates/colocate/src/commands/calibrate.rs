@@ -38,7 +38,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: u32,
     /// Temperature at which they are drawn: that of the traffic to come
-    #[arg(long, default_value_t = Sampling::DEFAULT_TEMPERATURE)]
+    #[arg(long, default_value_t = Sampling::DEFAULT_TEMPERATURE, value_parser = Sampling::temperature)]
     temperature: f64,
     /// Seed of the draws
     #[arg(long, default_value_t = 0)]

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use crate::{
     calibration, fitting, maps,
-    output::{self, Verdict},
+    output::{self, BadUsage, Verdict},
 };
 
 /// Arguments of `colocate fit`.
@@ -58,6 +58,11 @@ struct Report<'a> {
 
 /// Fits a map.
 pub(crate) fn run(args: &Args) -> Result<Verdict> {
+    if let (Ok(from), Ok(to)) = (args.calibration.canonicalize(), args.out.canonicalize())
+        && from == to
+    {
+        return Err(BadUsage("--out names the calibration file itself".into()).into());
+    }
     let file = calibration::read(&args.calibration)?;
     let defaults = FitConfig::default();
     let config = FitConfig {

@@ -135,7 +135,8 @@ impl Want {
         gate_logits: true,
     };
 
-    /// What `body` asks for; none where it does not ask at all.
+    /// What `body` asks for; none where it does not ask at all, or only passes on what a prefill worker's reply carried, as a router that
+    /// knows nothing of our key does.
     ///
     /// # Errors
     /// 400 where the key is there and does not hold a list of known words under `want`.
@@ -146,6 +147,9 @@ impl Want {
         let Some(ours) = params.get(wire::KEY) else {
             return Ok(None);
         };
+        if ours.get(PROMPT_COUNTS).is_some() {
+            return Ok(None);
+        }
         let wrong = || {
             ApiError::invalid_param(
                 format!("{KV_TRANSFER_PARAMS}.{}", wire::KEY),
@@ -291,6 +295,9 @@ mod tests {
         assert_eq!(Want::of_request(&body).unwrap(), Some(Want::ALL));
         let wrong =
             Body::parse(br#"{"kv_transfer_params":{"colocate":{"want":["everything"]}}}"#).unwrap();
+        let passed_on =
+            Body::parse(br#"{"kv_transfer_params":{"colocate":{"prompt_counts":"AQ"}}}"#).unwrap();
+        assert_eq!(Want::of_request(&passed_on).unwrap(), None);
         assert!(Want::of_request(&wrong).is_err());
     }
 }

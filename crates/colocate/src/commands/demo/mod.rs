@@ -56,7 +56,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(2..))]
     max_tokens: u32,
     /// Temperature of the draws; 0 takes the likeliest token every time
-    #[arg(long, default_value_t = Sampling::DEFAULT_TEMPERATURE)]
+    #[arg(long, default_value_t = Sampling::DEFAULT_TEMPERATURE, value_parser = Sampling::temperature)]
     temperature: f64,
     /// Rounds per policy [default: 3]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
