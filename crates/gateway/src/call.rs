@@ -9,7 +9,7 @@ use protocol::handoff::KV_TRANSFER_PARAMS;
 use protocol::{ApiError, Body, REQUEST_ID_HEADER};
 use routing::PREFIX_BYTES;
 
-use crate::config::{DOMAIN_FIELD, DOMAIN_HEADER};
+use crate::config::{DOMAIN_FIELD, DOMAIN_HEADER, MAX_DOMAIN_BYTES};
 use crate::errors::too_large;
 
 /// Headers of the client that the workers get to see.
@@ -125,17 +125,29 @@ fn refuse_undivided(route: Route, body: &Body) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// The domain that the client names: the header, or else the field, which is taken out.
+/// The domain that the client names: the header, or else the field, which is taken out. Labels are remembered, so a long
+/// one is refused.
 fn domain(headers: &HeaderMap, body: &mut Body) -> Result<Option<String>, ApiError> {
     let field = body.str(DOMAIN_FIELD)?.map(str::to_owned);
     body.remove(DOMAIN_FIELD);
     let header = headers
         .get(DOMAIN_HEADER)
         .and_then(|value| value.to_str().ok());
-    Ok(header
-        .map(str::to_owned)
-        .or(field)
-        .filter(|label| !label.is_empty()))
+    let label = header.map(str::to_owned).or(field);
+    if let Some(label) = label
+        .as_deref()
+        .filter(|label| label.len() > MAX_DOMAIN_BYTES)
+    {
+        return Err(ApiError::invalid_param(
+            DOMAIN_FIELD,
+            format!(
+                "expected the domain in `{DOMAIN_HEADER}` or `{DOMAIN_FIELD}` to have at most {MAX_DOMAIN_BYTES} bytes, \
+                 got {}",
+                label.len()
+            ),
+        ));
+    }
+    Ok(label.filter(|label| !label.is_empty()))
 }
 
 /// Reads a request's body, up to `limit` bytes.
@@ -204,6 +216,31 @@ mod tests {
             )
             .is_err()
         );
+    }
+
+    #[test]
+    fn long_domains_are_refused() {
+        let (longest, longer) = (
+            "x".repeat(MAX_DOMAIN_BYTES),
+            "x".repeat(MAX_DOMAIN_BYTES + 1),
+        );
+        let field = |label: &str| format!(r#"{{"prompt":"p","colocate_domain":"{label}"}}"#);
+        let call = read(Route::Completions, &[], &field(&longest)).unwrap();
+        assert_eq!(call.domain, Some(longest.clone()));
+        let header: [(&str, &str); 1] = [("x-colocate-domain", &longer)];
+        for error in [
+            read(Route::Completions, &[], &field(&longer)).unwrap_err(),
+            read(Route::Completions, &header, r#"{"prompt":"p"}"#).unwrap_err(),
+        ] {
+            assert_eq!(
+                (error.status.as_u16(), error.param.as_deref()),
+                (400, Some(DOMAIN_FIELD))
+            );
+            assert!(
+                error.message.contains("at most 128 bytes, got 129"),
+                "{error}"
+            );
+        }
     }
 
     #[test]

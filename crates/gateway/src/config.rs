@@ -14,6 +14,9 @@ pub const DOMAIN_HEADER: HeaderName = HeaderName::from_static("x-colocate-domain
 /// The body field that names a request's domain, where the header does not. It is taken out before the body is sent on.
 pub const DOMAIN_FIELD: &str = "colocate_domain";
 
+/// Longest domain label, in bytes: the `domain` policy remembers labels, and clients choose them.
+pub const MAX_DOMAIN_BYTES: usize = 128;
+
 /// A gateway: its workers, its policies, its limits.
 #[derive(Debug)]
 pub struct Config {

@@ -36,7 +36,7 @@ mod routes;
 mod server;
 mod upstream;
 
-pub use config::{Config, DOMAIN_FIELD, DOMAIN_HEADER, Timeouts};
+pub use config::{Config, DOMAIN_FIELD, DOMAIN_HEADER, MAX_DOMAIN_BYTES, Timeouts};
 pub use errors::GatewayError;
 pub use locality::Band;
 /// Where a worker is: `http://host:port`.

@@ -8,7 +8,8 @@ use super::{DecodeDecision, DecodePolicy, DecodeReason};
 use crate::select::{Least, eligible};
 use crate::{DecodeFacts, DecodePolicyName, WorkerFacts};
 
-/// Labels that are remembered. Further ones are placed by their hash, so that clients cannot fill the memory.
+/// Labels that are remembered. Further ones are placed by their hash, so that clients cannot fill the memory; how long a
+/// label may be is the caller's to bound.
 pub const MAX_DOMAINS: usize = 1024;
 
 /// Requests go to the workers of their domain, the least loaded of them.
