@@ -222,6 +222,11 @@ fn read_prefill(
         ..Trail::default()
     };
     if reply.status.is_client_error() {
+        let error = ApiError::from_reply(reply.status, &reply.body);
+        if error.has_code(ApiError::KV_TRANSFER_INCOMPATIBLE) {
+            // Not the client's fault: it sent no parameters. The worker may be one for decoding.
+            return Err(Failure::BadReply(error.message));
+        }
         return Ok(Prefilled::Answered(Box::new(Outcome {
             trail,
             served: Served::Whole(reply),

@@ -217,6 +217,8 @@ async fn a_stream_that_stalls_is_ended() {
 async fn a_prefill_worker_that_fails_is_replaced() {
     for script in [
         Script::Refuse(500, "oops"),
+        // A worker for decoding among those for prefill.
+        Script::Refuse(400, "kv_transfer_incompatible"),
         Script::Break,
         Script::NoParams,
         Script::Garbage,
@@ -241,6 +243,16 @@ async fn a_prefill_worker_that_fails_is_replaced() {
         );
         gateway.settled().await;
     }
+}
+
+#[tokio::test]
+async fn a_lone_prefill_worker_of_the_wrong_role_is_not_the_clients_fault() {
+    let (prefill, decode) = (Peer::start("p").await, Peer::start("d").await);
+    let gateway = Gateway::start(blind(&[&prefill], &[&decode])).await;
+    prefill.script(Script::Refuse(400, "kv_transfer_incompatible"));
+    let response = gateway.post("/v1/completions", &completion(false)).await;
+    assert_eq!(response.status(), 502);
+    gateway.settled().await;
 }
 
 #[tokio::test]
