@@ -242,7 +242,7 @@ fn read_prefill(
         .map_err(|error| Failure::BadReply(format!("its prefill reply is not JSON: {error}")))?;
     let finished = finished(&value);
     let Some(mut params) = TransferParams::of_reply(&value) else {
-        if finished {
+        if finished? {
             return Ok(Prefilled::Answered(Box::new(Outcome {
                 trail,
                 served: Served::ByPrefill(value),
@@ -263,8 +263,8 @@ fn read_prefill(
         since: Instant::now(),
         taken: false,
     };
-    if finished {
-        // Dropping what is held gives it back.
+    // Dropping what is held gives it back, also if the prefill failed.
+    if finished? {
         return Ok(Prefilled::Answered(Box::new(Outcome {
             trail,
             served: Served::ByPrefill(value),
@@ -273,18 +273,29 @@ fn read_prefill(
     Ok(Prefilled::Held(Box::new(held)))
 }
 
-/// Whether every choice of a prefill reply ended for another reason than its limit of one token.
-fn finished(reply: &Value) -> bool {
+/// Reasons to finish that make a prefill's single token a complete answer.
+const COMPLETE: [&str; 4] = ["stop", "tool_calls", "content_filter", "function_call"];
+
+/// Whether every choice of a prefill reply ended by itself, and not at its limit of one token.
+///
+/// # Errors
+/// A choice that ended for a reason that is no end of an answer, such as vLLM's `abort` and `error`.
+fn finished(reply: &Value) -> Result<bool, Failure> {
     let choices = reply.get("choices").and_then(Value::as_array);
-    choices.is_some_and(|choices| {
-        !choices.is_empty()
-            && choices.iter().all(|choice| {
-                choice
-                    .get("finish_reason")
-                    .and_then(Value::as_str)
-                    .is_some_and(|reason| reason != "length")
-            })
-    })
+    let mut all = choices.is_some_and(|choices| !choices.is_empty());
+    for choice in choices.into_iter().flatten() {
+        match choice.get("finish_reason").and_then(Value::as_str) {
+            None | Some("length") => all = false,
+            Some(reason) if COMPLETE.contains(&reason) => {}
+            Some(reason) => {
+                return Err(Failure::BadReply(format!(
+                    "expected its prefill to finish with length or one of {}, got {reason}",
+                    COMPLETE.join(", ")
+                )));
+            }
+        }
+    }
+    Ok(all)
 }
 
 fn prompt_tokens(reply: &Value) -> Option<u64> {

@@ -256,6 +256,41 @@ async fn a_lone_prefill_worker_of_the_wrong_role_is_not_the_clients_fault() {
 }
 
 #[tokio::test]
+async fn a_prefill_that_was_cut_short_is_no_answer() {
+    for reason in ["abort", "error"] {
+        let (one, two, decode) = (
+            Peer::start("p1").await,
+            Peer::start("p2").await,
+            Peer::start("d").await,
+        );
+        let mut config = blind(&[&one, &two], &[&decode]);
+        config.prefill_policy = PrefillPolicyName::RoundRobin;
+        let gateway = Gateway::start(config).await;
+        one.script(Script::EndedBy(reason));
+        let response = gateway.post("/v1/completions", &completion(false)).await;
+        assert_eq!(response.status(), 200);
+        assert_eq!(response.headers()["x-colocate-prefill"], two.base());
+        assert!(response.text().await.unwrap().contains("w0 w1 w2 w3 "));
+        eventually("released", async || one.released().len() == 1).await;
+        gateway.settled().await;
+    }
+}
+
+#[tokio::test]
+async fn a_prefill_that_ended_by_itself_is_the_answer() {
+    for reason in ["stop", "tool_calls", "content_filter", "function_call"] {
+        let (prefill, decode) = (Peer::start("p").await, Peer::start("d").await);
+        let gateway = Gateway::start(blind(&[&prefill], &[&decode])).await;
+        prefill.script(Script::EndedBy(reason));
+        let response = gateway.post("/v1/completions", &completion(false)).await;
+        assert_eq!(response.status(), 200);
+        assert!(response.text().await.unwrap().contains(reason));
+        assert!(decode.served().is_empty());
+        eventually("released", async || prefill.released().len() == 1).await;
+    }
+}
+
+#[tokio::test]
 async fn a_worker_that_is_gone_is_passed_over_until_it_is_back() {
     let (prefill, mut one, two) = (
         Peer::start("p").await,

@@ -38,6 +38,8 @@ pub(crate) enum Script {
     EndAfter(usize),
     /// A prefill that finished with its first token.
     Finished,
+    /// A prefill with parameters that ended for this reason.
+    EndedBy(&'static str),
     /// A prefill without transfer parameters.
     NoParams,
     /// As it should, but having counted this many prompt tokens.
@@ -339,10 +341,10 @@ fn prefill(peer: &Inner, seen: &Seen, script: &Script) -> Response {
     } else {
         words(&seen.body)
     };
-    let finish = if *script == Script::Finished {
-        "stop"
-    } else {
-        "length"
+    let finish = match script {
+        Script::Finished => "stop",
+        Script::EndedBy(reason) => reason,
+        _ => "length",
     };
     let mut value = whole(seen, "w0 ", finish, prompt_tokens, 1);
     if !matches!(script, Script::Finished | Script::NoParams) {
