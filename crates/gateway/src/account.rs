@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tokio::sync::OwnedSemaphorePermit;
+
 use crate::metrics::Metrics;
 
 /// Status of a request whose client did not wait for the end, as nginx has it.
@@ -15,6 +17,8 @@ pub(crate) struct Account {
     route: &'static str,
     arrived: Instant,
     closed: bool,
+    /// Its place among the requests in flight, given up with the entry itself and not when it is closed.
+    permit: Option<OwnedSemaphorePermit>,
 }
 
 impl Account {
@@ -24,7 +28,13 @@ impl Account {
             route,
             arrived: Instant::now(),
             closed: false,
+            permit: None,
         }
+    }
+
+    /// Takes a place among the requests in flight, for as long as the entry lives.
+    pub(crate) fn hold(&mut self, permit: OwnedSemaphorePermit) {
+        self.permit = Some(permit);
     }
 
     pub(crate) fn elapsed(&self) -> Duration {

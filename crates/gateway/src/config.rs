@@ -39,6 +39,8 @@ pub struct Config {
     pub decision_headers: bool,
     /// Largest request body, in bytes.
     pub max_body_bytes: usize,
+    /// Requests in flight, at least one: any more are refused with 503 until one ends.
+    pub max_in_flight: usize,
     /// How many prefill workers one prefill may try.
     pub prefill_attempts: usize,
     /// How often a request whose decode worker failed before its first byte goes through prefill again.
@@ -102,6 +104,7 @@ impl Config {
             seed: 0,
             decision_headers: true,
             max_body_bytes: 32 << 20,
+            max_in_flight: 4096,
             prefill_attempts: 3,
             prefills_again: 1,
             lease: Duration::from_secs(25),

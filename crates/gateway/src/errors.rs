@@ -80,6 +80,14 @@ pub(crate) fn too_large(limit: usize) -> ApiError {
         .with_code("request_too_large")
 }
 
+/// 503: as many requests are in flight as this gateway takes.
+pub(crate) fn full(limit: usize) -> ApiError {
+    ApiError::unavailable(format!(
+        "{limit} requests are in flight, as many as this gateway takes: try again later"
+    ))
+    .with_code("too_many_requests_in_flight")
+}
+
 /// 405: the route is there, the method is not.
 pub(crate) fn wrong_method(method: &http::Method, path: &str) -> ApiError {
     ApiError::invalid(format!("{path} does not answer {method}"))

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 use crate::account::Account;
 use crate::call::{Call, Route, passed_on, read_body};
-use crate::errors::{no_worker, respond, too_large, wrong_method};
+use crate::errors::{full, no_worker, respond, too_large, wrong_method};
 use crate::registry::{Pool, Side};
 use crate::server::App;
 use crate::upstream::Reply;
@@ -66,6 +66,12 @@ async fn chat(app: State<Arc<App>>, id: Extension<RequestId>, request: Request) 
 
 async fn infer(app: &Arc<App>, route: Route, id: &str, request: Request) -> Response {
     let mut account = Account::open(&app.metrics, route.path());
+    let Ok(permit) = Arc::clone(&app.permits).try_acquire_owned() else {
+        let error = full(app.max_in_flight);
+        account.close(error.status.as_u16());
+        return respond(&error);
+    };
+    account.hold(permit);
     match admit(app, route, id, request).await {
         Ok(call) => handoff::serve(app, &call, account).await,
         Err(error) => {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
@@ -24,6 +25,9 @@ pub(crate) struct App {
     pub(crate) map: Option<MapNote>,
     pub(crate) timeouts: Timeouts,
     pub(crate) max_body_bytes: usize,
+    pub(crate) max_in_flight: usize,
+    /// A permit for each request that may be in flight.
+    pub(crate) permits: Arc<Semaphore>,
     pub(crate) prefill_attempts: usize,
     pub(crate) prefills_again: usize,
     pub(crate) lease: std::time::Duration,
@@ -38,6 +42,7 @@ impl App {
         let decode = Pool::new(Side::Decode, &config.decode)?;
         let policies = policies::make(&mut config)?;
         let metrics = Arc::new(Metrics::new());
+        let max_in_flight = config.max_in_flight.clamp(1, Semaphore::MAX_PERMITS);
         Ok(Self {
             placement: Placement::new(
                 prefill,
@@ -51,6 +56,8 @@ impl App {
             map: policies.map,
             timeouts: config.timeouts,
             max_body_bytes: config.max_body_bytes,
+            max_in_flight,
+            permits: Arc::new(Semaphore::new(max_in_flight)),
             prefill_attempts: config.prefill_attempts,
             prefills_again: config.prefills_again,
             lease: config.lease,

@@ -1,8 +1,9 @@
 //! What the gateway refuses by itself, in OpenAI's shape.
 
+use futures::StreamExt;
 use serde_json::{Value, json};
 
-use crate::harness::{Gateway, completion, config};
+use crate::harness::{Gateway, completion, config, eventually};
 use crate::peer::Peer;
 
 #[tokio::test]
@@ -85,4 +86,49 @@ async fn decision_headers_can_be_left_out() {
                 .all(|name| !name.as_str().starts_with("x-colocate"))
         );
     }
+}
+
+#[tokio::test]
+async fn requests_in_flight_are_bounded() {
+    let (prefill, decode) = (Peer::start("p").await, Peer::start("d").await);
+    let mut config = config(&[&prefill], &[&decode]);
+    config.max_in_flight = 1;
+    let gateway = Gateway::start(config).await;
+    decode.hold_back();
+    decode.let_pass(1);
+    let mut pieces = gateway
+        .post("/v1/completions", &completion(true))
+        .await
+        .bytes_stream();
+    pieces.next().await.unwrap().unwrap();
+    // The stream has begun and is not over: it keeps its place.
+    let response = gateway
+        .post("/v1/chat/completions", &completion(false))
+        .await;
+    assert_eq!(response.status(), 503);
+    assert_eq!(response.headers()["retry-after"], "1");
+    let error: Value = serde_json::from_str(&response.text().await.unwrap()).unwrap();
+    assert_eq!(error["error"]["code"], "too_many_requests_in_flight");
+    for key in ["message", "type", "param"] {
+        assert!(error["error"].get(key).is_some(), "{error}");
+    }
+    assert_eq!(prefill.served().len(), 1, "the second went nowhere");
+    let refused = gateway
+        .metric("colocate_gateway_requests_total", &["503"])
+        .await;
+    assert_eq!(refused, 1.0);
+    // An operator is let in all the same.
+    assert_eq!(gateway.get("/health").await.0, 200);
+    decode.let_pass(100);
+    while let Some(piece) = pieces.next().await {
+        piece.unwrap();
+    }
+    for _ in 0..2 {
+        eventually("there is a place again", async || {
+            let response = gateway.post("/v1/completions", &completion(false)).await;
+            response.status() == 200
+        })
+        .await;
+    }
+    gateway.settled().await;
 }
