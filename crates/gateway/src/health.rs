@@ -81,7 +81,8 @@ async fn look(app: &App, worker: &Worker, slow: &mut u32) {
     {
         Ok(reply) if reply.status.is_success() => {
             *slow = 0;
-            if worker.healthy() {
+            // One that did not say its kind when it came up is asked again.
+            if worker.healthy() && worker.kind().is_some() {
                 return;
             }
             if let Some(kind) = kind(app, worker).await {

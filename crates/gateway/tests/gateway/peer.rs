@@ -63,6 +63,8 @@ pub(crate) struct Inner {
     pub(crate) transport: Option<&'static str>,
     pub(crate) script: Mutex<Script>,
     pub(crate) well: Mutex<bool>,
+    /// Whether it lists its models.
+    pub(crate) lists: Mutex<bool>,
     pub(crate) seen: Mutex<Vec<Seen>>,
     /// Told at every request that comes.
     pub(crate) arrived: Notify,
@@ -106,6 +108,7 @@ impl Peer {
             transport,
             script: Mutex::default(),
             well: Mutex::new(true),
+            lists: Mutex::new(true),
             seen: Mutex::default(),
             arrived: Notify::new(),
             cancelled: AtomicUsize::new(0),
@@ -219,6 +222,9 @@ async fn health(peer: State<Arc<Inner>>) -> Response {
 }
 
 async fn models(peer: State<Arc<Inner>>) -> Response {
+    if !*peer.lists.lock().unwrap() {
+        return error(500, "oops");
+    }
     let card =
         |id: &str| json!({"id": id, "object": "model", "created": 1, "owned_by": peer.owner});
     reply(

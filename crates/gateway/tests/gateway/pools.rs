@@ -89,6 +89,27 @@ async fn a_worker_of_the_other_kind_that_comes_later_is_left_out() {
 }
 
 #[tokio::test]
+async fn a_worker_that_did_not_say_its_kind_is_asked_again() {
+    let (prefill, one, two) = (
+        Peer::start("p").await,
+        Peer::start("d").await,
+        Peer::custom("v", "vllm", None).await,
+    );
+    *two.inner.lists.lock().unwrap() = false;
+    let gateway = Gateway::start(config(&[&prefill], &[&one, &two])).await;
+    crate::harness::eventually("up, of no kind", async || gateway.is_up(&two).await).await;
+    *two.inner.lists.lock().unwrap() = true;
+    crate::harness::eventually("left out", async || {
+        let (_, health) = gateway.get("/health").await;
+        health["decode"][1]["reason"]
+            .as_str()
+            .is_some_and(|reason| reason.contains("cannot exchange KV blocks"))
+    })
+    .await;
+    assert!(gateway.is_up(&one).await && !gateway.is_up(&two).await);
+}
+
+#[tokio::test]
 async fn parameters_of_another_transport_are_not_passed_on() {
     let (prefill, decode) = (
         Peer::custom("p", "colocate", None).await,
