@@ -105,6 +105,8 @@ pub(crate) struct Relay {
     expected: Option<u64>,
     first: Option<Instant>,
     last: Option<Instant>,
+    /// The end was seen, and is in the books. A client may leave from then on.
+    booked: bool,
     ended: bool,
 }
 
@@ -133,6 +135,7 @@ impl Relay {
             expected,
             first: now,
             last: now,
+            booked: false,
             ended: false,
         }
     }
@@ -147,7 +150,12 @@ impl Relay {
     async fn next(&mut self) -> Option<Bytes> {
         if let Some(piece) = self.ahead.pop_front() {
             return Some(match self.check() {
-                Ok(()) => piece,
+                Ok(()) => {
+                    if self.ahead.is_empty() {
+                        self.book_if_done();
+                    }
+                    piece
+                }
                 Err(failure) => self.fail(&failure),
             });
         }
@@ -158,8 +166,8 @@ impl Relay {
         let next = within(limit, async { self.pieces.next().await.transpose() }).await;
         let outcome = match next {
             Ok(Some(piece)) => self.observe(&piece).map(|()| piece),
-            Ok(None) if self.observer.done => {
-                self.end();
+            Ok(None) if self.booked => {
+                self.ended = true;
                 return None;
             }
             Ok(None) => Err(Failure::Transport("the stream ended early".to_owned())),
@@ -167,9 +175,12 @@ impl Relay {
         };
         // What breaks after the end is nobody's loss.
         match outcome {
-            Ok(piece) => Some(piece),
-            Err(_) if self.observer.done => {
-                self.end();
+            Ok(piece) => {
+                self.book_if_done();
+                Some(piece)
+            }
+            Err(_) if self.booked => {
+                self.ended = true;
                 None
             }
             Err(failure) => Some(self.fail(&failure)),
@@ -212,8 +223,11 @@ impl Relay {
         Event::new(error.to_json().to_string()).encode()
     }
 
-    fn end(&mut self) {
-        self.ended = true;
+    /// Books a stream whose proper end was seen, once: before that end is passed on, as the client need not wait for more.
+    fn book_if_done(&mut self) {
+        if !self.observer.done || std::mem::replace(&mut self.booked, true) {
+            return;
+        }
         let failed = self.observer.error.is_some();
         self.account.close(if failed { 502 } else { 200 });
         if failed {

@@ -226,3 +226,28 @@ async fn both_workers_must_have_counted_the_same_prompt() {
         2.0
     );
 }
+
+#[tokio::test]
+async fn a_mismatch_in_the_piece_that_ends_a_stream_is_told() {
+    let (prefill, decode) = (Peer::start("p").await, Peer::start("d").await);
+    let gateway = Gateway::start(config(&[&prefill], &[&decode])).await;
+    decode.script(Script::MiscountsAtOnce(5));
+    decode.hold_back();
+    decode.let_pass(1);
+    let mut body = completion(true);
+    body["stream_options"] = json!({"include_usage": true});
+    let mut pieces = gateway.post("/v1/completions", &body).await.bytes_stream();
+    pieces.next().await.unwrap().unwrap();
+    decode.let_pass(1);
+    let last = pieces.next().await.unwrap().unwrap();
+    let last = std::str::from_utf8(&last).unwrap();
+    assert!(last.contains("counted 3 prompt tokens"), "{last}");
+    assert!(pieces.next().await.is_none());
+    gateway.settled().await;
+    assert_eq!(
+        gateway
+            .metric("colocate_gateway_requests_total", &["502"])
+            .await,
+        1.0
+    );
+}

@@ -92,6 +92,34 @@ async fn in_the_middle_of_a_stream() {
 }
 
 #[tokio::test]
+async fn right_after_the_end_of_a_stream() {
+    let (prefill, decode) = (Peer::start("p").await, Peer::start("d").await);
+    let gateway = Gateway::start(config(&[&prefill], &[&decode])).await;
+    decode.script(Script::Linger);
+    let mut pieces = gateway
+        .post("/v1/completions", &completion(true))
+        .await
+        .bytes_stream();
+    let mut text = String::new();
+    while !text.ends_with("data: [DONE]\n\n") {
+        let piece = pieces.next().await.unwrap().unwrap();
+        text.push_str(std::str::from_utf8(&piece).unwrap());
+    }
+    drop(pieces);
+    gateway.settled().await;
+    let booked = async |status: &str| {
+        gateway
+            .metric("colocate_gateway_requests_total", &[status])
+            .await
+    };
+    assert_eq!((booked("\"200\"").await, booked("499").await), (1.0, 0.0));
+    let tpot = gateway
+        .metric("colocate_gateway_tpot_seconds_count", &[])
+        .await;
+    assert_eq!(tpot, 1.0);
+}
+
+#[tokio::test]
 async fn many_at_once_leave_nothing_behind() {
     let (prefill, one, two) = (
         Peer::start("p").await,

@@ -44,6 +44,10 @@ pub(crate) enum Script {
     NoParams,
     /// As it should, but having counted this many prompt tokens.
     Miscounts(u64),
+    /// As it should, but the connection stays open after the stream's proper end.
+    Linger,
+    /// Like [`Script::Miscounts`], with all that follows the first chunk of a stream in one piece.
+    MiscountsAtOnce(u64),
     /// With something that is no JSON.
     Garbage,
 }
@@ -372,10 +376,9 @@ fn prefill(peer: &Inner, seen: &Seen, script: &Script) -> Response {
 
 fn decode(peer: &Arc<Inner>, seen: &Seen, script: &Script) -> Response {
     let tokens = seen.body["max_tokens"].as_u64().unwrap_or(4) as usize;
-    let prompt_tokens = if let Script::Miscounts(tokens) = script {
-        *tokens
-    } else {
-        words(&seen.body)
+    let prompt_tokens = match script {
+        Script::Miscounts(tokens) | Script::MiscountsAtOnce(tokens) => *tokens,
+        _ => words(&seen.body),
     };
     let texts: Vec<String> = (0..tokens).map(|token| format!("w{token} ")).collect();
     if seen.body["stream"] != json!(true) {
@@ -410,6 +413,7 @@ fn decode(peer: &Arc<Inner>, seen: &Seen, script: &Script) -> Response {
             )]
         }
         Script::BreakAfter(chunks) => return broken(events.into_iter().take(*chunks).collect()),
+        Script::MiscountsAtOnce(_) => events = vec![events[0].clone(), events[1..].concat()],
         Script::EndAfter(chunks) => events.truncate(*chunks),
         _ => {}
     }
@@ -427,8 +431,13 @@ fn decode(peer: &Arc<Inner>, seen: &Seen, script: &Script) -> Response {
         watch.complete = events.len() == 0;
         Some((Ok::<_, Infallible>(event), (watch, events)))
     });
+    let body = if *script == Script::Linger {
+        Body::from_stream(pieces.chain(futures::stream::pending()))
+    } else {
+        Body::from_stream(pieces)
+    };
     Response::builder()
         .header("content-type", "text/event-stream")
-        .body(Body::from_stream(pieces))
+        .body(body)
         .unwrap()
 }
