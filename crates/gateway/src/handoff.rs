@@ -21,6 +21,7 @@ use futures::StreamExt;
 use http::HeaderMap;
 use protocol::handoff::{Extras, KV_TRANSFER_PARAMS, Transport, decode_body, prefill_body};
 use protocol::{ApiError, TransferParams};
+use routing::DecodeReason;
 use serde_json::{Map, Value};
 
 use crate::account::Account;
@@ -327,6 +328,21 @@ fn counts(app: &App, worker: &Worker, params: &mut TransferParams) -> Option<Pro
     }
 }
 
+/// Says, once, that the map does not fit the model that is served: every request is placed by load then.
+fn say_other_model(app: &App, held: &Held) {
+    let (Some(map), Some(counts)) = (&app.map, &held.counts) else {
+        return;
+    };
+    app.said_other_model.call_once(|| {
+        tracing::warn!(
+            worker = held.worker.name,
+            "the locality map is for a model of {}, but a prefill worker counts {}: decode workers are chosen by load",
+            map.shape,
+            counts.shape()
+        );
+    });
+}
+
 enum Undecoded {
     /// The blocks may be gone, the request may not be lost.
     PrefillAgain(ApiError),
@@ -368,6 +384,9 @@ async fn decode(
             reason = decision.reason.as_str(),
             "decode placed"
         );
+        if decision.reason == DecodeReason::CountsShape {
+            say_other_model(app, &held);
+        }
         let trail = Trail {
             prefill: Some(held.worker.base().to_owned()),
             decode: Some(guard.base().to_owned()),

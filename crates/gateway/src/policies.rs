@@ -1,5 +1,6 @@
 //! From the configuration to the two policies; a locality map for another number of workers is refitted here.
 
+use experts::ModelShape;
 use locality::LocalityMap;
 use routing::{DecodeOptions, DecodePolicy, DecodePolicyName, PrefillPolicy};
 use serde::Serialize;
@@ -16,6 +17,9 @@ pub(crate) struct MapNote {
     pub(crate) refitted_from: Option<usize>,
     /// Width of the similarity band.
     pub(crate) tau: f32,
+    /// The model that it was fitted for.
+    #[serde(skip)]
+    pub(crate) shape: ModelShape,
 }
 
 /// Both policies, and what is to be said about the map.
@@ -42,6 +46,7 @@ pub(crate) fn make(config: &mut Config) -> Result<Policies, GatewayError> {
                 clusters: workers,
                 refitted_from: (from != workers).then_some(from),
                 tau: config.locality.band.tau,
+                shape: map.shape(),
             };
             (Some(map), Some(note))
         }

@@ -34,6 +34,8 @@ pub(crate) struct App {
     pub(crate) decision_headers: bool,
     /// Whether it was said that the prefill workers send no counts.
     pub(crate) said_no_counts: std::sync::Once,
+    /// Whether it was said that the locality map is for another model.
+    pub(crate) said_other_model: std::sync::Once,
 }
 
 impl App {
@@ -63,6 +65,7 @@ impl App {
             lease: config.lease,
             decision_headers: config.decision_headers,
             said_no_counts: std::sync::Once::new(),
+            said_other_model: std::sync::Once::new(),
         })
     }
 

@@ -8,5 +8,6 @@ mod failures;
 mod handoff;
 mod harness;
 mod leaving;
+mod other_model;
 mod peer;
 mod pools;
