@@ -226,7 +226,7 @@ mod tests {
         );
         let field = |label: &str| format!(r#"{{"prompt":"p","colocate_domain":"{label}"}}"#);
         let call = read(Route::Completions, &[], &field(&longest)).unwrap();
-        assert_eq!(call.domain, Some(longest.clone()));
+        assert_eq!(call.domain, Some(longest));
         let header: [(&str, &str); 1] = [("x-colocate-domain", &longer)];
         for error in [
             read(Route::Completions, &[], &field(&longer)).unwrap_err(),
