@@ -34,8 +34,8 @@ impl Candidate {
 }
 
 impl Sampler {
-    /// Chooses the token at `position` (prompt included) from `logits`, one per token of the vocabulary. Tokens in `suppressed`
-    /// are not chosen, unless there are no others.
+    /// Chooses the token at `position` (prompt included) from `logits`, one per token of the vocabulary. Tokens in `suppressed`,
+    /// in ascending order, are not chosen, unless there are no others.
     pub(crate) fn choose(
         &mut self,
         logits: &[f32],
@@ -143,11 +143,12 @@ fn argmax(logits: &[f32]) -> u32 {
     first.unwrap_or(0) as u32
 }
 
+/// The tokens that are not in `suppressed`, which is in ascending order: this runs over the whole vocabulary.
 fn usable<'a>(logits: &'a [f32], suppressed: &'a [u32]) -> impl Iterator<Item = Candidate> + 'a {
     logits
         .iter()
         .zip(0u32..)
-        .filter(|(_, token)| !suppressed.contains(token))
+        .filter(|(_, token)| suppressed.binary_search(token).is_err())
         .map(|(&logit, token)| Candidate {
             token,
             // Both zeros are one to the total order.

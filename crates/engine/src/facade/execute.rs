@@ -201,6 +201,8 @@ fn generate(
     let mut suppressed = Vec::new();
     if sequence.generated() < params.min_tokens {
         suppressed.extend(eos.iter().chain(&params.stop_token_ids));
+        suppressed.sort_unstable();
+        suppressed.dedup();
     }
     let token = sampler.choose(logits, params, sequence.tokens.len(), &suppressed);
     let logprobs = params

@@ -225,6 +225,26 @@ fn configurations_are_checked() {
 }
 
 #[test]
+fn stop_tokens_in_any_order_are_held_back_until_min_tokens() {
+    let mut engine = engine(32, small(1, 64));
+    for (id, temperature) in [(1, 0.0), (2, 1.0)] {
+        let mut request = request(id, prompt(1, 9), 20);
+        request.sampling.temperature = temperature;
+        request.sampling.min_tokens = 20;
+        request.sampling.stop_token_ids = vec![9, 3, 12, 3, 1, 9, 7, 5];
+        engine.add(request.clone()).unwrap();
+        let out = drain(&mut engine);
+        let tokens: Vec<u32> = out[&request.id].iter().map(|out| out.token).collect();
+        assert_eq!(tokens.len(), 20);
+        let stops = &request.sampling.stop_token_ids;
+        assert!(
+            tokens.iter().all(|t| *t != EOS && !stops.contains(t)),
+            "{tokens:?}"
+        );
+    }
+}
+
+#[test]
 fn an_abort_frees_at_once() {
     let mut engine = engine(8, small(1, 64));
     engine.add(request(1, prompt(1, 9), 9)).unwrap();

@@ -216,6 +216,7 @@ pub(super) fn oracle(request: &Request) -> Outcome {
         if !params.ignore_eos {
             stops.push(EOS);
         }
+        stops.sort_unstable();
         let suppressed = if generated < params.min_tokens {
             &stops[..]
         } else {

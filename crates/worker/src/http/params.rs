@@ -32,6 +32,12 @@ const MAX_TOP_LOGPROBS: u32 = 20;
 /// The most completions of one prompt.
 const MAX_N: u32 = 128;
 
+/// The most stop strings: each is looked for in all of the text.
+const MAX_STOP: usize = 16;
+
+/// The most tokens that end a completion: each is looked for at every token.
+const MAX_STOP_TOKEN_IDS: usize = 128;
+
 impl Params {
     /// Reads them.
     ///
@@ -46,7 +52,7 @@ impl Params {
         Ok(Self {
             sampling: sampling(body, api)?,
             n,
-            stop: body.stop_strings()?,
+            stop: at_most(MAX_STOP, "stop", body.stop_strings()?)?,
             include_stop: flag(body, "include_stop_str_in_output", false)?,
             skip_special: flag(body, "skip_special_tokens", true)?,
             stream: body.stream()?,
@@ -83,7 +89,11 @@ fn sampling(body: &Body, api: Api) -> Result<SamplingParams, ApiError> {
         max_tokens,
         min_tokens: body.count("min_tokens", 0)?.unwrap_or(0) as usize,
         ignore_eos: flag(body, "ignore_eos", false)?,
-        stop_token_ids: body.token_ids("stop_token_ids")?.unwrap_or_default(),
+        stop_token_ids: at_most(
+            MAX_STOP_TOKEN_IDS,
+            "stop_token_ids",
+            body.token_ids("stop_token_ids")?.unwrap_or_default(),
+        )?,
         logprobs: logprobs(body, api)?,
     })
 }
@@ -227,6 +237,19 @@ fn number(body: &Body, field: &str, default: f32) -> Result<f32, ApiError> {
     Ok(body.f64(field)?.map_or(default, |number| number as f32))
 }
 
+fn at_most<T>(limit: usize, field: &str, items: Vec<T>) -> Result<Vec<T>, ApiError> {
+    if items.len() > limit {
+        return Err(ApiError::invalid_param(
+            field,
+            format!(
+                "expected at most {limit} items in `{field}`, got {}",
+                items.len()
+            ),
+        ));
+    }
+    Ok(items)
+}
+
 fn out_of_range(field: &str, expected: &str, got: impl std::fmt::Display) -> ApiError {
     ApiError::invalid_param(
         field,
@@ -319,6 +342,22 @@ mod tests {
                 (error.param.as_deref(), error.status.as_u16()),
                 (Some(param), 400),
                 "{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn stops_are_limited() {
+        for (field, item, limit) in [
+            ("stop", r#""x""#, MAX_STOP),
+            ("stop_token_ids", "5", MAX_STOP_TOKEN_IDS),
+        ] {
+            let text = |count| format!(r#"{{"{field}":[{}]}}"#, vec![item; count].join(","));
+            read(Api::Chat, &text(limit)).unwrap();
+            let error = read(Api::Chat, &text(limit + 1)).unwrap_err();
+            assert_eq!(
+                (error.param.as_deref(), error.status.as_u16()),
+                (Some(field), 400)
             );
         }
     }
