@@ -5,7 +5,8 @@
 mod common;
 
 use common::{
-    Worker, decode_request, greedy, prefill, prompt, prompt_counts, sampled, token_ids, with,
+    Worker, as_body, as_value, config, decode_request, greedy, prefill, prompt, prompt_counts,
+    sampled, token_ids, with,
 };
 use protocol::{TransferParams, handoff::Transport};
 use serde_json::json;
@@ -229,4 +230,36 @@ async fn calibration_gives_counts_and_gate_sums() {
     );
     let streamed = with(request, "stream", json!(true));
     assert_eq!(worker.refused(&streamed).await.0, 400);
+}
+
+#[tokio::test]
+async fn a_stop_string_in_the_first_token_holds_nothing() {
+    // A lease that does not end within the test.
+    let mut config = config(Role::Prefill);
+    config.lease = std::time::Duration::from_secs(3600);
+    let sender = Worker::with(config).await;
+    let (mut tokens, mut text) = (Vec::new(), String::new());
+    for seed in 0.. {
+        tokens = prompt(seed, 20);
+        let first = sender.complete(&greedy(&tokens, 1)).await;
+        text = first["choices"][0]["text"].as_str().unwrap().to_owned();
+        if !text.is_empty() {
+            break;
+        }
+    }
+    let request = with(greedy(&tokens, 9), "stop", json!(text));
+    // The gateway asks for `min_tokens` 1, with which the first token's text is not looked at; others may not.
+    let request = protocol::handoff::prefill_body(&as_body(&request));
+    let request = with(as_value(&request), "min_tokens", json!(0));
+    for round in 0..2 {
+        let reply = sender.complete(&request).await;
+        assert_eq!(
+            reply["choices"][0]["finish_reason"], "stop",
+            "round {round}"
+        );
+        assert!(TransferParams::of_reply(&reply).is_none(), "{reply}");
+    }
+    sender.until_idle().await;
+    assert_eq!(sender.metric("colocate_handoffs_held_total").await, 2.0);
+    assert_eq!(sender.metric("colocate_handoffs_aborted_total").await, 2.0);
 }

@@ -220,7 +220,7 @@ impl Running {
     }
 
     /// The request has ended by itself, and nothing of it is to be ended here. For a request whose blocks are held, this leaves
-    /// them to their lease.
+    /// them to their lease; dropped without it, they are freed.
     pub(crate) fn finished(&mut self) {
         self.over = true;
     }

@@ -44,6 +44,8 @@ pub(super) struct End {
 pub(super) struct Generation {
     app: Arc<App>,
     running: Running,
+    /// Its blocks are held for a peer once it has ended, until [`Generation::handed_over`] or its drop.
+    holds: bool,
     detokenizer: Detokenizer,
     stop: Stop,
     clock: Clock,
@@ -74,6 +76,7 @@ impl Generation {
     pub(super) async fn admitted(
         app: Arc<App>,
         mut running: Running,
+        holds: bool,
         params: &Params,
         arrival: Instant,
     ) -> Result<Self, ApiError> {
@@ -93,6 +96,7 @@ impl Generation {
         Ok(Self {
             detokenizer: app.text.detokenizer(params.skip_special),
             running,
+            holds,
             stop: Stop {
                 strings: params.stop.clone(),
                 matcher: StopMatcher::new(params.stop.clone(), params.include_stop),
@@ -113,6 +117,16 @@ impl Generation {
     /// The request's name in the engine.
     pub(super) fn id(&self) -> engine::RequestId {
         self.running.id()
+    }
+
+    /// Whether blocks are held for a peer when it has ended.
+    pub(super) fn holds(&self) -> bool {
+        self.holds
+    }
+
+    /// Leaves held blocks to the peer and to their lease.
+    pub(super) fn handed_over(mut self) {
+        self.running.finished();
     }
 
     /// The next token; none after the last.
@@ -166,7 +180,10 @@ impl Generation {
             end = self.show(&more, &mut text);
         }
         if let Some(finish) = finish {
-            self.running.finished();
+            // Held blocks are freed with this unless a reply says where they are.
+            if !self.holds {
+                self.running.finished();
+            }
             if end.is_none() {
                 let rest = self.detokenizer.finish()?;
                 end = self.show(&rest, &mut text);

@@ -88,7 +88,8 @@ impl Job {
                     // The first completion brings the blocks in; the others find them.
                     prefilled: prefilled.take(),
                 });
-                let generation = Generation::admitted(app.clone(), running, &params, arrival);
+                let generation =
+                    Generation::admitted(app.clone(), running, sends, &params, arrival);
                 generations.push(generation.await?);
             }
         }
@@ -109,7 +110,8 @@ impl Job {
     pub(super) async fn finish(self, app: &App) -> Result<Done, ApiError> {
         let id = self.generations.first().map(Generation::id);
         let runs = self.generations.into_iter().map(Finished::collect);
-        let finished = futures::future::try_join_all(runs).await?;
+        let collected = futures::future::try_join_all(runs).await?;
+        let (finished, held): (Vec<_>, Vec<_>) = collected.into_iter().unzip();
         let usage = usage(
             &self.inputs,
             &finished,
@@ -132,6 +134,12 @@ impl Job {
             inputs: self.inputs,
             finished,
             usage,
+            // Without parameters nobody can come for the blocks: they are freed here.
+            held: held
+                .into_iter()
+                .flatten()
+                .next()
+                .filter(|_| transfer.is_some()),
             transfer,
         })
     }
@@ -144,6 +152,8 @@ pub(super) struct Done {
     pub(super) finished: Vec<Finished>,
     pub(super) usage: Usage,
     pub(super) transfer: Option<TransferParams>,
+    /// Frees the blocks that `transfer` names, unless the reply is on its way.
+    pub(super) held: Option<Generation>,
 }
 
 /// A completion that has ended.
@@ -158,7 +168,8 @@ pub(super) struct Finished {
 }
 
 impl Finished {
-    async fn collect(mut generation: Generation) -> Result<Self, ApiError> {
+    /// The completion, and what guards its blocks where they are held for a peer.
+    async fn collect(mut generation: Generation) -> Result<(Self, Option<Generation>), ApiError> {
         let (mut text, mut tokens, mut logprobs, mut first) =
             (String::new(), Vec::new(), Vec::new(), None);
         while let Some(piece) = generation.next().await {
@@ -175,14 +186,15 @@ impl Finished {
             logprobs.extend(of_token);
             first = first.or(with_first);
             if let Some(end) = end {
-                return Ok(Self {
+                let finished = Self {
                     text,
                     tokens,
                     logprobs,
                     end,
                     first,
                     recorded,
-                });
+                };
+                return Ok((finished, generation.holds().then_some(generation)));
             }
         }
         Err(ApiError::internal(

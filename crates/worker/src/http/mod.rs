@@ -151,11 +151,16 @@ async fn answer(
     let body = read(request).await?;
     let job = Job::start(app, &body, api, arrival).await?;
     if !job.params.stream {
-        let done = job.finish(app).await?;
-        return match api {
+        let mut done = job.finish(app).await?;
+        let held = done.held.take();
+        let reply = match api {
             Api::Completions => json(&completions::reply(app, head, done)),
             Api::Chat => json(&chat::reply(app, head, done)),
-        };
+        }?;
+        if let Some(held) = held {
+            held.handed_over();
+        }
+        return Ok(reply);
     }
     let prompt_tokens = job
         .inputs
