@@ -71,6 +71,12 @@ pub enum AdmissionError {
     /// Gate sums are of what a request computes itself.
     #[error("expected no handed-over blocks with a request that records gates")]
     GatesWithHandoff,
+    /// As many requests wait as may.
+    #[error("expected at most {limit} waiting requests, got one more")]
+    Full {
+        /// Requests that may wait.
+        limit: usize,
+    },
     /// The handed-over blocks cannot be taken.
     #[error("handed-over blocks: {0}")]
     Handoff(#[from] HandoffError),

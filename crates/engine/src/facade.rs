@@ -38,6 +38,8 @@ pub struct Engine {
     geometry: KvGeometry,
     bounds: Bounds,
     eos_token_ids: Vec<u32>,
+    /// Requests that wait at most.
+    max_waiting: usize,
     scheduler: Scheduler,
     /// Names of the requests that wait or run.
     alive: FxHashSet<RequestId>,
@@ -98,6 +100,7 @@ impl Engine {
                 block_size: facts.block_size,
                 num_blocks: facts.num_blocks,
             },
+            max_waiting: config.max_waiting,
             eos_token_ids: facts.eos_token_ids.clone(),
             scheduler: Scheduler::new(limits, geometry.clone(), facts.num_blocks),
             geometry,
@@ -112,7 +115,7 @@ impl Engine {
     /// Takes a request in; it runs as soon as there is room, in the order of arrival.
     ///
     /// # Errors
-    /// A request that is malformed or can never fit, or handed-over blocks that are not what they should be.
+    /// A request that is malformed or can never fit, one too many, or handed-over blocks that are not what they should be.
     pub fn add(&mut self, mut request: Request) -> Result<(), AdmissionError> {
         let prefilled = request.prefilled.take();
         let pinned = match &prefilled {
@@ -153,6 +156,11 @@ impl Engine {
             return Err(AdmissionError::DuplicateId { id: request.id.0 });
         }
         self.bounds.check(request, prefilled.is_some())?;
+        if self.scheduler.waiting.len() >= self.max_waiting {
+            return Err(AdmissionError::Full {
+                limit: self.max_waiting,
+            });
+        }
         if let (Some(prefilled), Some(pinned)) = (prefilled, pinned) {
             let expected = Contents {
                 tokens: request.prompt.len(),

@@ -13,6 +13,8 @@ pub struct EngineConfig {
     pub num_blocks: usize,
     /// Requests that run at once; the others wait.
     pub max_num_seqs: usize,
+    /// Requests that wait at most; more are refused.
+    pub max_waiting: usize,
     /// Tokens that one step computes, at least `max_num_seqs`. Longer prompts are computed in chunks.
     pub max_batched_tokens: usize,
     /// The longest sequence, prompt and generated tokens together; `None` takes the model's.
@@ -37,6 +39,7 @@ impl Default for EngineConfig {
             block_size: 16,
             num_blocks: 1024,
             max_num_seqs: 64,
+            max_waiting: 4096,
             max_batched_tokens: 512,
             max_model_len: None,
             prefix_cache: PrefixCache::On,
@@ -89,6 +92,7 @@ impl EngineConfig {
             ("block_size", self.block_size),
             ("num_blocks", self.num_blocks),
             ("max_num_seqs", self.max_num_seqs),
+            ("max_waiting", self.max_waiting),
             ("max_model_len", self.max_model_len.unwrap_or(1)),
         ];
         if let Some((field, _)) = sizes.into_iter().find(|(_, size)| *size == 0) {

@@ -405,3 +405,26 @@ async fn a_prefill_whose_client_goes_away_holds_nothing() {
     sending.abort();
     sender.until_idle().await;
 }
+
+#[tokio::test]
+async fn too_much_work_is_refused() {
+    let mut config = config(Role::Both);
+    config.engine.max_num_seqs = 1;
+    config.engine.max_waiting = 1;
+    let worker = Worker::with(config).await;
+    let tokens = prompt(1, 4);
+    for (prompts, n, param) in [(9, 128, "n"), (1025, 1, "prompt")] {
+        let many = with(greedy(&tokens, 1), "prompt", json!(vec![&tokens; prompts]));
+        let (status, error) = worker.refused(&with(many, "n", json!(n))).await;
+        assert_eq!((status, &error["param"]), (400, &json!(param)), "{error}");
+    }
+    // Many more than can run and wait, and each long enough that they meet.
+    let (status, error) = worker
+        .refused(&with(greedy(&tokens, 200), "n", json!(128)))
+        .await;
+    assert_eq!(status, 503, "{error}");
+    let message = error["message"].as_str().unwrap();
+    assert!(message.contains("overloaded"), "{message}");
+    worker.until_idle().await;
+    worker.complete(&greedy(&tokens, 2)).await;
+}

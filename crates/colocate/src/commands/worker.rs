@@ -124,6 +124,7 @@ fn engine_config(args: &Args) -> EngineConfig {
         block_size: args.block_size.unwrap_or(defaults.block_size),
         num_blocks: args.num_blocks.unwrap_or(defaults.num_blocks),
         max_num_seqs: args.max_num_seqs.unwrap_or(defaults.max_num_seqs),
+        max_waiting: defaults.max_waiting,
         max_batched_tokens: args
             .max_batched_tokens
             .unwrap_or(defaults.max_batched_tokens),

@@ -215,6 +215,12 @@ fn configurations_are_checked() {
         })
     ));
     assert!(matches!(
+        check(|c| c.max_waiting = 0),
+        Err(ConfigError::Zero {
+            field: "max_waiting"
+        })
+    ));
+    assert!(matches!(
         check(|c| c.max_batched_tokens = 3),
         Err(ConfigError::BatchedTokens { .. })
     ));
@@ -242,6 +248,25 @@ fn stop_tokens_in_any_order_are_held_back_until_min_tokens() {
             "{tokens:?}"
         );
     }
+}
+
+#[test]
+fn no_more_wait_than_may() {
+    let config = EngineConfig {
+        max_waiting: 2,
+        ..small(1, 64)
+    };
+    let mut engine = engine(8, config);
+    engine.add(request(1, prompt(1, 9), 3)).unwrap();
+    engine.add(request(2, prompt(2, 9), 3)).unwrap();
+    let full = Err(AdmissionError::Full { limit: 2 });
+    assert_eq!(engine.add(request(3, prompt(3, 9), 3)), full);
+    // One of the two runs now.
+    engine.step();
+    assert_eq!(engine.add(request(3, prompt(3, 9), 3)), Ok(()));
+    assert_eq!(engine.add(request(4, prompt(4, 9), 3)), full);
+    assert_eq!(drain(&mut engine).len(), 3);
+    assert_eq!(engine.usage().blocks.used, 0);
 }
 
 #[test]

@@ -289,6 +289,9 @@ fn admission_error(error: &AdmissionError) -> ApiError {
         AdmissionError::Handoff(HandoffError::Geometry { .. } | HandoffError::Prompt) => {
             ApiError::kv_transfer_incompatible(message)
         }
+        AdmissionError::Full { .. } => {
+            ApiError::unavailable(format!("this worker is overloaded: {message}"))
+        }
         AdmissionError::Handoff(_) => ApiError::kv_transfer_failed(message),
         _ => ApiError::internal(message),
     }
@@ -307,6 +310,8 @@ mod tests {
         });
         assert!(context.has_code(ApiError::CONTEXT_LENGTH_EXCEEDED));
         assert_eq!(context.status.as_u16(), 400);
+        let full = admission_error(&AdmissionError::Full { limit: 9 });
+        assert_eq!(full.status.as_u16(), 503);
         let prompt = admission_error(&AdmissionError::Handoff(HandoffError::Prompt));
         assert_eq!(prompt.status.as_u16(), 400);
         let length = admission_error(&AdmissionError::Handoff(HandoffError::Length {

@@ -15,6 +15,9 @@ use super::handoff::{self, Handoff};
 use super::params::{Api, Params};
 use crate::engine_thread::Work;
 
+/// The most completions of one request, over all of its prompts.
+const MAX_COMPLETIONS: usize = 1024;
+
 /// A prompt, ready for the engine.
 #[derive(Debug)]
 pub(super) struct Input {
@@ -62,6 +65,7 @@ impl Job {
             // The other worker makes the completions: the prompt is what counts here.
             params.n = 1;
         }
+        check_completions(inputs.len(), params.n)?;
         fit_lengths(app, &mut params, &inputs)?;
 
         let (mut prefilled, mut handed_over_cached) = (None, None);
@@ -253,6 +257,20 @@ fn answer(
         return Ok(None);
     }
     handoff::reply(app, id, usage.prompt_tokens, usage.cached_tokens(), &extras).map(Some)
+}
+
+/// Refuses more completions than one request may ask for.
+fn check_completions(prompts: usize, n: u32) -> Result<(), ApiError> {
+    let completions = prompts.saturating_mul(n as usize);
+    if completions > MAX_COMPLETIONS {
+        return Err(ApiError::invalid_param(
+            if n > 1 { "n" } else { "prompt" },
+            format!(
+                "expected at most {MAX_COMPLETIONS} completions of one request, got {prompts} prompts with `n` {n}"
+            ),
+        ));
+    }
+    Ok(())
 }
 
 /// Half of a handoff makes one token and one reply.
