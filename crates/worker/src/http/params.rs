@@ -76,10 +76,13 @@ fn sampling(body: &Body, api: Api) -> Result<SamplingParams, ApiError> {
         -1 | 0 => 0,
         k => usize::try_from(k).map_err(|_| out_of_range("top_k", "-1, 0 or more", k))?,
     };
-    // Any 64-bit integer is a seed.
-    let seed = body
-        .i64("seed")?
-        .map_or_else(random_seed, |seed| seed as u64);
+    // Any 64-bit integer is a seed, signed or not.
+    let seed = match body.get("seed").and_then(Value::as_u64) {
+        Some(seed) => seed,
+        None => body
+            .i64("seed")?
+            .map_or_else(random_seed, |seed| seed as u64),
+    };
     Ok(SamplingParams {
         temperature: number(body, "temperature", 1.0)?,
         top_p: number(body, "top_p", 1.0)?,
@@ -318,6 +321,24 @@ mod tests {
                 .logprobs,
             Some(0)
         );
+    }
+
+    #[test]
+    fn any_64_bit_integer_is_a_seed() {
+        for (text, seed) in [
+            ("0", 0),
+            ("-9223372036854775808", 1 << 63),
+            ("9223372036854775808", 1 << 63),
+            ("18446744073709551615", u64::MAX),
+            ("-1", u64::MAX),
+        ] {
+            let params = read(Api::Chat, &format!(r#"{{"seed":{text}}}"#)).unwrap();
+            assert_eq!(params.sampling.seed, seed, "{text}");
+        }
+        for text in ["18446744073709551616", "1.5", r#""1""#] {
+            let error = read(Api::Chat, &format!(r#"{{"seed":{text}}}"#)).unwrap_err();
+            assert_eq!(error.param.as_deref(), Some("seed"), "{text}");
+        }
     }
 
     #[test]
