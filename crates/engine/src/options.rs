@@ -63,6 +63,14 @@ pub enum ConfigError {
         /// The field.
         field: &'static str,
     },
+    /// More blocks than have names, or more tokens in them than can be counted.
+    #[error("expected num_blocks of at most {limit}, got {got}")]
+    Blocks {
+        /// The most blocks of this size.
+        limit: usize,
+        /// The blocks that came.
+        got: usize,
+    },
     /// A step could not hold one token of every running request.
     #[error("expected max_batched_tokens of at least max_num_seqs ({max_num_seqs}), got {got}")]
     BatchedTokens {
@@ -97,6 +105,14 @@ impl EngineConfig {
         ];
         if let Some((field, _)) = sizes.into_iter().find(|(_, size)| *size == 0) {
             return Err(ConfigError::Zero { field });
+        }
+        // Blocks are named by 32 bits, and the longest sequence is one token longer than what they hold.
+        let limit = (u32::MAX as usize).min((usize::MAX - 1) / self.block_size);
+        if self.num_blocks > limit {
+            return Err(ConfigError::Blocks {
+                limit,
+                got: self.num_blocks,
+            });
         }
         if self.max_batched_tokens < self.max_num_seqs {
             return Err(ConfigError::BatchedTokens {

@@ -15,6 +15,9 @@ pub(crate) struct Lease {
     expires: Instant,
 }
 
+/// The longest lease, 30 years: any length is taken, and the clock's range is not known.
+const LONGEST: Duration = Duration::from_secs(30 * 365 * 24 * 60 * 60);
+
 /// The leases of one engine, all of the same length.
 #[derive(Debug)]
 pub(crate) struct Leases {
@@ -26,7 +29,7 @@ impl Leases {
     /// No leases yet.
     pub(crate) fn new(length: Duration) -> Self {
         Self {
-            length,
+            length: length.min(LONGEST),
             leases: HashMap::new(),
         }
     }
@@ -77,6 +80,15 @@ impl Leases {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_longest_lease_is_no_panic() {
+        let start = Instant::now();
+        let mut leases = Leases::new(Duration::from_secs(u64::MAX));
+        leases.begin(RequestId(1), 7, 3, start);
+        assert_eq!(leases.next_expiry(), Some(start + LONGEST));
+        assert!(leases.expired(start).is_empty());
+    }
 
     #[test]
     fn leases_end_by_themselves_or_are_ended() {

@@ -220,6 +220,19 @@ fn configurations_are_checked() {
             field: "max_waiting"
         })
     ));
+    let most = u32::MAX as usize;
+    assert_eq!(check(|c| c.num_blocks = u32::MAX as usize), Ok(()));
+    assert_eq!(
+        check(|c| c.num_blocks = usize::MAX),
+        Err(ConfigError::Blocks {
+            limit: most,
+            got: usize::MAX
+        })
+    );
+    assert_eq!(
+        check(|c| (c.block_size, c.num_blocks) = (1 << 62, 4)),
+        Err(ConfigError::Blocks { limit: 3, got: 4 })
+    );
     assert!(matches!(
         check(|c| c.max_batched_tokens = 3),
         Err(ConfigError::BatchedTokens { .. })
