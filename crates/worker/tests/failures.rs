@@ -428,3 +428,44 @@ async fn too_much_work_is_refused() {
     worker.until_idle().await;
     worker.complete(&greedy(&tokens, 2)).await;
 }
+
+/// Status and error object of what a worker answers to these bytes.
+async fn answer_to(worker: &Worker, head: &str, body: &[u8]) -> (u16, Value) {
+    let mut stream = TcpStream::connect(worker.bound.http).await.unwrap();
+    let head = format!("{head}\r\nHost: w\r\nConnection: close\r\n");
+    stream.write_all(head.as_bytes()).await.unwrap();
+    stream.write_all(body).await.unwrap();
+    let mut reply = Vec::new();
+    stream.read_to_end(&mut reply).await.unwrap();
+    let reply = String::from_utf8(reply).unwrap();
+    let (head, body) = reply.split_once("\r\n\r\n").unwrap();
+    let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+    let reply: Value = serde_json::from_str(body).unwrap();
+    (status, reply["error"].clone())
+}
+
+#[tokio::test]
+async fn bad_bodies_and_methods_have_their_status() {
+    let worker = Worker::start(Role::Both).await;
+    let post = "POST /v1/completions HTTP/1.1";
+    // A length that is not one, in the middle: what a body is like that breaks off.
+    let broken = b"Transfer-Encoding: chunked\r\n\r\n4\r\n{\"a\"\r\nzz\r\n";
+    let (status, error) = answer_to(&worker, post, broken).await;
+    assert_eq!(status, 400, "{error}");
+    assert_eq!(error["type"], "invalid_request_error");
+    let long = common::client()
+        .post(worker.url("/v1/completions"))
+        .body(vec![b' '; (32 << 20) + 1]);
+    // A client may see the connection close while it still sends.
+    if let Ok(reply) = long.send().await {
+        assert_eq!(reply.status().as_u16(), 413);
+    }
+    for (method, path) in [("GET", "/v1/completions"), ("DELETE", "/v1/models")] {
+        let head = format!("{method} {path} HTTP/1.1");
+        let (status, error) = answer_to(&worker, &head, b"\r\n").await;
+        assert_eq!(status, 405, "{error}");
+        assert_eq!(error["type"], "invalid_request_error");
+    }
+    let (status, _) = answer_to(&worker, "GET /nothing HTTP/1.1", b"\r\n").await;
+    assert_eq!(status, 404);
+}

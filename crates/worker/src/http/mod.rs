@@ -13,8 +13,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use axum::Router;
-use axum::body::Body as HttpBody;
-use axum::extract::{Request, State};
+use axum::body::{Body as HttpBody, Bytes};
+use axum::extract::{DefaultBodyLimit, FromRequest as _, Request, State};
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, Uri, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -97,7 +97,8 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/metrics", get(metrics))
         .route("/colocate/release", post(release))
         .fallback(no_route)
-        .method_not_allowed_fallback(no_route)
+        .method_not_allowed_fallback(wrong_method)
+        .layer(DefaultBodyLimit::max(MAX_BODY))
         .with_state(app)
 }
 
@@ -130,14 +131,13 @@ async fn serve(app: Arc<App>, request: Request, api: Api) -> Response {
 
 /// Reads a request's body.
 async fn read(request: Request) -> Result<Body, ApiError> {
-    let bytes = axum::body::to_bytes(request.into_body(), MAX_BODY)
-        .await
-        .map_err(|error| {
-            ApiError::invalid(format!(
-                "cannot read the request's body, of at most {MAX_BODY} bytes: {error}"
-            ))
-            .with_status(StatusCode::PAYLOAD_TOO_LARGE)
-        })?;
+    let bytes = Bytes::from_request(request, &()).await.map_err(|error| {
+        // Too long, or broken off.
+        ApiError::invalid(format!(
+            "cannot read the request's body, of at most {MAX_BODY} bytes: {error}"
+        ))
+        .with_status(error.status())
+    })?;
     Body::parse(&bytes)
 }
 
@@ -237,6 +237,16 @@ async fn release(State(app): State<Arc<App>>, request: Request) -> Response {
 
 async fn no_route(method: Method, uri: Uri) -> Response {
     error_response(&ApiError::route_not_found(method.as_str(), uri.path()))
+}
+
+async fn wrong_method(method: Method, uri: Uri) -> Response {
+    error_response(
+        &ApiError::invalid(format!(
+            "expected another method than {method} at {}",
+            uri.path()
+        ))
+        .with_status(StatusCode::METHOD_NOT_ALLOWED),
+    )
 }
 
 fn request_id(headers: &HeaderMap) -> String {
