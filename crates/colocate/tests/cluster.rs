@@ -40,6 +40,13 @@ fn wait_for<T>(what: &str, limit: Duration, mut found: impl FnMut() -> Option<T>
     }
 }
 
+/// Waits for processes to be gone: one that is killed may outlive the kill by a moment.
+fn wait_until_gone(workers: &[u32]) {
+    wait_for("the end of the workers", Duration::from_secs(5), || {
+        workers.iter().all(|&worker| !alive(worker)).then_some(())
+    });
+}
+
 /// Starts a demo and waits until all its workers are there.
 fn started_demo() -> (Child, Vec<u32>) {
     let mut demo = colocate()
@@ -141,7 +148,7 @@ fn nothing_is_left_behind_after_signals() {
             demo.try_wait().unwrap()
         });
         assert_eq!(status.code(), Some(1), "{name}");
-        assert!(workers.iter().all(|&worker| !alive(worker)), "{name}");
+        wait_until_gone(&workers);
     }
 }
 
@@ -166,7 +173,7 @@ fn a_worker_that_dies_fails_the_demo_and_is_named() {
     assert_eq!(status.code(), Some(1));
     let errors = std::io::read_to_string(demo.stderr.take().unwrap()).unwrap();
     assert!(errors.contains("ended with signal: 9"), "{errors}");
-    assert!(workers.iter().all(|&worker| !alive(worker)));
+    wait_until_gone(&workers);
 }
 
 #[test]
@@ -204,7 +211,7 @@ fn up_serves_until_it_is_told_to_stop() {
         up.try_wait().unwrap()
     });
     assert_eq!(status.code(), Some(0));
-    assert!(workers.iter().all(|&worker| !alive(worker)));
+    wait_until_gone(&workers);
 }
 
 #[test]

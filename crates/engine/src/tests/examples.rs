@@ -250,6 +250,7 @@ fn stop_tokens_in_any_order_are_held_back_until_min_tokens() {
         let mut request = request(id, prompt(1, 9), 20);
         request.sampling.temperature = temperature;
         request.sampling.min_tokens = 20;
+        request.sampling.ignore_eos = false;
         request.sampling.stop_token_ids = vec![9, 3, 12, 3, 1, 9, 7, 5];
         engine.add(request.clone()).unwrap();
         let out = drain(&mut engine);
