@@ -33,7 +33,7 @@ use measure::{Bench, Outputs};
 use report::{MapReport, Report, Seconds};
 
 /// Requests in flight per decode worker, unless told.
-const IN_FLIGHT_PER_WORKER: usize = 12;
+const IN_FLIGHT_PER_WORKER: usize = 16;
 
 /// KV blocks of the prefill worker: enough to keep the prompts of a round.
 const PREFILL_BLOCKS: usize = 8192;
@@ -49,7 +49,7 @@ pub(crate) struct Args {
     /// Requests arriving per second, as a Poisson process, instead of a fixed number in flight
     #[arg(long, value_name = "PER_SECOND", conflicts_with = "concurrency", value_parser = rate)]
     rate: Option<f64>,
-    /// Requests in flight [default: 12 per decode worker]
+    /// Requests in flight [default: 16 per decode worker]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     concurrency: Option<u32>,
     /// Most tokens generated per request; lengths are drawn from half of it to all of it
