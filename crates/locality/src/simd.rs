@@ -1,6 +1,6 @@
-//! Inner loops, compiled once for every machine and once for AVX2, chosen when they run.
+//! Inner loops, compiled once for every machine, once for AVX2 and once for AVX-512, chosen when they run.
 //!
-//! The loops keep sixteen partial sums in a fixed order and nothing is contracted, so both give the
+//! The loops keep sixteen partial sums in a fixed order and nothing is contracted, so all give the
 //! same bits.
 
 use std::sync::LazyLock;
@@ -21,7 +21,13 @@ pub(crate) fn dispatch<R>(body: impl FnOnce() -> R) -> R {
             (self.0)()
         }
     }
-    ARCH.dispatch(Body(body))
+    run(Body(body))
+}
+
+/// Runs `body` with the widest vectors there are.
+#[inline(always)]
+pub(crate) fn run<B: WithSimd>(body: B) -> B::Output {
+    ARCH.dispatch(body)
 }
 
 /// `a . b` in sixteen interleaved partial sums; both of the same length.
