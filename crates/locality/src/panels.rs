@@ -108,8 +108,8 @@ fn block_sums(lines: &[Line], rows: [&[f32]; 4]) -> [[f32; WIDTH]; 4] {
     let mut sums = [[0.0f32; WIDTH]; 4];
     for (at, line) in lines.iter().enumerate() {
         for (sums, row) in sums.iter_mut().zip(rows) {
-            for lane in 0..WIDTH {
-                sums[lane] += row[at] * line.0[lane];
+            for (sum, value) in sums.iter_mut().zip(line.0) {
+                *sum += row[at] * value;
             }
         }
     }
@@ -143,19 +143,19 @@ impl PanelSums<'_> {
         let (blocks, lines_left) = self.panel.as_chunks::<4>();
         let (fours, values_left) = self.row.as_chunks::<4>();
         let mut sums = [[simd.splat_f32s(0.0); VECTORS]; 4];
-        let mut add = |sums: &mut [S::f32s; VECTORS], line: &Line, value: f32| {
+        let add = |sums: &mut [S::f32s; VECTORS], line: &Line, value: f32| {
             let value = simd.splat_f32s(value);
             for (sum, &vector) in sums.iter_mut().zip(S::as_simd_f32s(&line.0).0) {
                 *sum = simd.add_f32s(*sum, simd.mul_f32s(value, vector));
             }
         };
         for (lines, values) in blocks.iter().zip(fours) {
-            for part in 0..4 {
-                add(&mut sums[part], &lines[part], values[part]);
+            for (sums, (line, &value)) in sums.iter_mut().zip(lines.iter().zip(values)) {
+                add(sums, line, value);
             }
         }
-        for (part, (line, &value)) in lines_left.iter().zip(values_left).enumerate() {
-            add(&mut sums[part], line, value);
+        for (sums, (line, &value)) in sums.iter_mut().zip(lines_left.iter().zip(values_left)) {
+            add(sums, line, value);
         }
         let [a, b, c, d] = sums;
         let mut total = [0.0; WIDTH];
