@@ -42,6 +42,12 @@ impl ErrorKind {
     }
 }
 
+/// The longest message of a worker's error that is taken over, in characters.
+const MAX_MESSAGE: usize = 4000;
+
+/// The longest type, code or field name of a worker's error that is taken over, in characters.
+const MAX_WORD: usize = 200;
+
 /// An error that a client gets to see.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
@@ -71,6 +77,16 @@ impl ApiError {
     pub const UNSUPPORTED: &str = "unsupported_parameter";
     /// Code: no worker is able to take the request now.
     pub const NO_WORKER: &str = "no_worker_available";
+    /// Code: the worker that had the request went down.
+    pub const WORKER_DOWN: &str = "worker_down";
+    /// Code: a worker behind this server answered in a way that cannot be passed on.
+    pub const BAD_UPSTREAM: &str = "bad_upstream";
+    /// Code: a worker behind this server did not answer in time.
+    pub const UPSTREAM_TIMEOUT: &str = "upstream_timeout";
+    /// Code: the workers of a handoff counted different prompts.
+    pub const TOKENS_DIFFER: &str = "token_counts_differ";
+    /// Code: a fault of the server.
+    pub const INTERNAL: &str = "internal_error";
     /// Code: the server is going down and takes no new requests.
     pub const SHUTTING_DOWN: &str = "shutting_down";
 
@@ -159,12 +175,13 @@ impl ApiError {
 
     /// 502: a worker behind this server answered in a way that cannot be passed on.
     pub fn bad_upstream(message: impl Into<String>) -> Self {
-        Self::new(StatusCode::BAD_GATEWAY, ErrorKind::Server, message)
+        Self::new(StatusCode::BAD_GATEWAY, ErrorKind::Server, message).with_code(Self::BAD_UPSTREAM)
     }
 
     /// 504: a worker behind this server did not answer in time.
     pub fn timeout(message: impl Into<String>) -> Self {
         Self::new(StatusCode::GATEWAY_TIMEOUT, ErrorKind::Server, message)
+            .with_code(Self::UPSTREAM_TIMEOUT)
     }
 
     /// 500: a fault of this server.
@@ -174,6 +191,7 @@ impl ApiError {
             ErrorKind::Server,
             message,
         )
+        .with_code(Self::INTERNAL)
     }
 
     /// The same error with another HTTP status.
@@ -229,7 +247,7 @@ impl ApiError {
     }
 
     /// Reads the reply of a worker that answered `status`. OpenAI's shape and vLLM's (whose `code` is the status as a number) are
-    /// understood; of anything else the first 300 characters become the message.
+    /// understood; of anything else the first 300 characters become the message. A worker's words are cut where they are far too long.
     pub fn from_reply(status: StatusCode, body: &[u8]) -> Self {
         let parsed: Option<Value> = serde_json::from_slice(body).ok();
         let object = parsed
@@ -245,14 +263,38 @@ impl ApiError {
             };
             return Self::new(status, kind, format!("worker answered {status}: {text}"));
         };
-        let text = |key: &str| object.get(key).and_then(Value::as_str).map(str::to_owned);
+        let text = |key: &str, longest: usize| {
+            let text = object.get(key).and_then(Value::as_str)?;
+            Some(text.chars().take(longest).collect::<String>())
+        };
         Self {
             status,
-            message: text("message").unwrap_or_default(),
-            kind: ErrorKind::from_word(&text("type").unwrap_or_default()),
-            param: text("param"),
-            code: text("code"),
+            message: text("message", MAX_MESSAGE).unwrap_or_default(),
+            kind: ErrorKind::from_word(&text("type", MAX_WORD).unwrap_or_default()),
+            param: text("param", MAX_WORD),
+            code: text("code", MAX_WORD),
         }
+    }
+
+    /// Reads the error that a worker sent in place of a stream's chunk: `error` is the object under that key. Its status is what its
+    /// code says, a number as vLLM has it or a word of this crate's, or else 502.
+    pub fn from_event(error: &Value) -> Self {
+        let number = error.get("code").and_then(Value::as_u64);
+        let status = number
+            .and_then(|code| StatusCode::from_u16(u16::try_from(code).ok()?).ok())
+            .filter(|status| status.is_client_error() || status.is_server_error());
+        let word = error.get("code").and_then(Value::as_str);
+        let status = status.unwrap_or(match word {
+            Some(Self::KV_TRANSFER_INCOMPATIBLE | Self::CONTEXT_LENGTH_EXCEEDED) => {
+                StatusCode::BAD_REQUEST
+            }
+            Some(Self::SHUTTING_DOWN | Self::NO_WORKER | Self::WORKER_DOWN) => {
+                StatusCode::SERVICE_UNAVAILABLE
+            }
+            Some(Self::INTERNAL) => StatusCode::INTERNAL_SERVER_ERROR,
+            _ => StatusCode::BAD_GATEWAY,
+        });
+        Self::from_reply(status, json!({ "error": error }).to_string().as_bytes())
     }
 }
 
@@ -289,6 +331,36 @@ mod tests {
             let reply = error.to_http();
             assert_eq!(ApiError::from_reply(reply.status(), reply.body()), error);
         }
+    }
+
+    #[test]
+    fn errors_in_streams_have_the_status_that_their_code_says() {
+        for (code, status) in [
+            (json!(404), 404),
+            (json!(500), 500),
+            (json!(200), 502),
+            (json!(70_000), 502),
+            (json!(null), 502),
+            (json!("kv_transfer_failed"), 502),
+            (json!("kv_transfer_incompatible"), 400),
+            (json!("shutting_down"), 503),
+            (json!("unheard_of"), 502),
+        ] {
+            let error = ApiError::from_event(&json!({"message": "m", "code": code}));
+            assert_eq!(
+                (error.status.as_u16(), error.message.as_str()),
+                (status, "m")
+            );
+            assert_eq!(error.code.as_deref(), code.as_str());
+        }
+    }
+
+    #[test]
+    fn a_workers_words_are_bounded() {
+        let long = "x".repeat(1 << 20);
+        let body = json!({"error": {"message": long, "type": long, "param": long, "code": long}});
+        let error = ApiError::from_reply(StatusCode::BAD_GATEWAY, body.to_string().as_bytes());
+        assert!(error.to_json().to_string().len() < 5000);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! What worker and gateway need to know of a request, read from its [`Body`].
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::body::{token_ids, type_name};
 use crate::{ApiError, Body};
@@ -86,6 +86,20 @@ impl Body {
             include_usage: flag("include_usage")?,
             continuous_usage_stats: flag("continuous_usage_stats")?,
         })
+    }
+
+    /// Asks for a last chunk with the usage. Whether every chunk carries it stays the client's choice.
+    pub fn ask_for_usage(&mut self) {
+        let mut options = match self.get("stream_options") {
+            Some(Value::Object(options)) => options.clone(),
+            _ => Map::new(),
+        };
+        if options.get("include_usage") != Some(&Value::Bool(true)) {
+            // It means nothing without the other, and would now.
+            options.shift_remove("continuous_usage_stats");
+            options.insert("include_usage".to_owned(), true.into());
+        }
+        self.set("stream_options", options);
     }
 
     /// The prompts of a completion request: a string, token ids, or a list of either.
@@ -312,6 +326,26 @@ mod tests {
                 .message
                 .contains("include_usage")
         );
+    }
+
+    #[test]
+    fn usage_is_asked_for_beside_the_clients_own_options() {
+        for (json, expected) in [
+            ("{}", r#"{"include_usage":true}"#),
+            (r#"{"stream_options":null}"#, r#"{"include_usage":true}"#),
+            (
+                r#"{"stream_options":{"continuous_usage_stats":true,"x":1}}"#,
+                r#"{"x":1,"include_usage":true}"#,
+            ),
+            (
+                r#"{"stream_options":{"continuous_usage_stats":true,"include_usage":true}}"#,
+                r#"{"continuous_usage_stats":true,"include_usage":true}"#,
+            ),
+        ] {
+            let mut body = body(json);
+            body.ask_for_usage();
+            assert_eq!(body.as_map()["stream_options"].to_string(), expected);
+        }
     }
 
     #[test]

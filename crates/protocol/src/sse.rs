@@ -1,7 +1,8 @@
 //! Server-sent events: a writer, and a parser that takes the stream in whatever pieces the network gives.
 //!
 //! The parser follows the WHATWG rules: lines end in LF, CR or CRLF; a colon starts a comment; several `data` lines join with a newline; an
-//! event ends at an empty line; what a stream leaves unfinished at its end is dropped. It bounds its memory.
+//! event ends at an empty line; what a stream leaves unfinished at its end is dropped. It bounds its memory. Who passes a stream on takes
+//! it in [`Block`]s: each is an event with the bytes that it came in.
 
 use bytes::Bytes;
 use serde::Serialize;
@@ -90,11 +91,23 @@ pub struct EventTooLarge {
     pub limit: usize,
 }
 
+/// A piece of a stream that ends with an empty line.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Block {
+    /// The event, unless the block holds only comments and the like.
+    pub event: Option<Event>,
+    /// The bytes as they came.
+    pub bytes: Bytes,
+}
+
 /// An incremental parser.
 #[derive(Debug, Clone)]
 pub struct Parser {
     limit: usize,
-    line: Vec<u8>,
+    /// All bytes since the last block.
+    block: Vec<u8>,
+    /// Where the unfinished line begins among them.
+    line: usize,
     after_cr: bool,
     first_line: bool,
     data: Option<String>,
@@ -108,11 +121,12 @@ impl Default for Parser {
 }
 
 impl Parser {
-    /// A parser that refuses events larger than `limit` bytes.
+    /// A parser that refuses events, with the comments before them, larger than `limit` bytes.
     pub fn with_limit(limit: usize) -> Self {
         Self {
             limit,
-            line: Vec::new(),
+            block: Vec::new(),
+            line: 0,
             after_cr: false,
             first_line: true,
             data: None,
@@ -125,27 +139,48 @@ impl Parser {
     /// # Errors
     /// Where an event exceeds the limit; the stream cannot be read on.
     pub fn push(&mut self, piece: &[u8]) -> Result<Vec<Event>, EventTooLarge> {
-        let mut events = Vec::new();
+        let blocks = self.blocks(piece)?;
+        Ok(blocks.into_iter().filter_map(|block| block.event).collect())
+    }
+
+    /// Takes the next piece of the stream and gives the blocks that it completes. Together they are the stream, but for what it leaves
+    /// unfinished.
+    ///
+    /// # Errors
+    /// Where a block exceeds the limit; the stream cannot be read on.
+    pub fn blocks(&mut self, piece: &[u8]) -> Result<Vec<Block>, EventTooLarge> {
+        let mut blocks = Vec::new();
         let mut rest = piece;
         while !rest.is_empty() {
             if std::mem::take(&mut self.after_cr) && rest[0] == b'\n' {
+                // The second half of a line's end, which may already have gone on with its block: an empty line ends nothing.
+                self.block.push(b'\n');
+                self.line = self.block.len();
                 rest = &rest[1..];
                 continue;
             }
             let end = rest.iter().position(|byte| matches!(byte, b'\r' | b'\n'));
-            let taken = end.unwrap_or(rest.len());
-            let held = self.line.len() + self.data.as_ref().map_or(0, String::len);
-            if held + taken > self.limit {
+            let taken = end.map_or(rest.len(), |end| end + 1);
+            if self.block.len() + taken > self.limit {
                 return Err(EventTooLarge { limit: self.limit });
             }
-            self.line.extend_from_slice(&rest[..taken]);
+            self.block.extend_from_slice(&rest[..taken]);
             let Some(end) = end else { break };
             self.after_cr = rest[end] == b'\r';
-            rest = &rest[end + 1..];
-            let line = std::mem::take(&mut self.line);
-            events.extend(self.end_line(&line));
+            rest = &rest[taken..];
+            let line = self.block[self.line..self.block.len() - 1].to_vec();
+            self.line = self.block.len();
+            let is_empty = line.is_empty();
+            let event = self.end_line(&line);
+            if is_empty {
+                self.line = 0;
+                blocks.push(Block {
+                    event,
+                    bytes: std::mem::take(&mut self.block).into(),
+                });
+            }
         }
-        Ok(events)
+        Ok(blocks)
     }
 
     fn end_line(&mut self, line: &[u8]) -> Option<Event> {
@@ -221,6 +256,28 @@ mod tests {
         assert_eq!(error, Some(EventTooLarge { limit: 100 }));
         let mut parser = Parser::with_limit(100);
         assert!(parser.push(&[b'x'; 101]).is_err());
+    }
+
+    #[test]
+    fn blocks_are_the_stream() {
+        let wire = b": ping\n\ndata: a\r\n\r\ndata: b\rdata: c\r\r\n\ndata: unfinished\n";
+        for size in 1..wire.len() {
+            let mut parser = Parser::default();
+            let pieces = wire.chunks(size);
+            let blocks: Vec<Block> = pieces
+                .flat_map(|piece| parser.blocks(piece).unwrap())
+                .collect();
+            let bytes: Vec<u8> = blocks
+                .iter()
+                .flat_map(|block| block.bytes.to_vec())
+                .collect();
+            assert!(wire.starts_with(&bytes) && wire.ends_with(b"data: unfinished\n"));
+            let data: Vec<_> = blocks
+                .into_iter()
+                .filter_map(|block| Some(block.event?.data))
+                .collect();
+            assert_eq!(data, ["a", "b\nc"], "pieces of {size}");
+        }
     }
 
     fn event() -> impl Strategy<Value = Event> {
