@@ -2,12 +2,14 @@
 
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow};
-use gateway::{Config, Url};
+use anyhow::{Context, Result, anyhow, bail};
+use gateway::{Config, GatewayError, Url};
 use locality::{Band, LocalityMap};
 use routing::DecodePolicyName;
-use tokio::{net::TcpListener, task::JoinHandle, time::timeout};
+use tokio::{net::TcpListener, sync::oneshot, task::JoinHandle, time::timeout};
 use tokio_util::sync::CancellationToken;
+
+use crate::output::BadUsage;
 
 /// How long a gateway may take to end.
 const STOP_LIMIT: Duration = Duration::from_secs(5);
@@ -100,7 +102,7 @@ impl Gateway {
         Self::start_at("127.0.0.1:0", front.config(policy)?).await
     }
 
-    /// Starts a gateway on an address.
+    /// Starts a gateway on an address, and waits until it serves.
     pub(crate) async fn start_at(address: &str, config: Config) -> Result<Self> {
         let listener = TcpListener::bind(address)
             .await
@@ -112,12 +114,19 @@ impl Gateway {
                 .context("cannot tell the gateway's address")?
         );
         let stop = CancellationToken::new();
-        let task = tokio::spawn(gateway::serve(
-            config,
-            listener,
-            stop.clone().cancelled_owned(),
-        ));
-        Ok(Self { url, stop, task })
+        let (ready, is_ready) = oneshot::channel();
+        let said = move || {
+            // Whoever started it may have gone.
+            let _ = ready.send(());
+        };
+        let stopped = stop.clone().cancelled_owned();
+        let task = tokio::spawn(gateway::serve(config, listener, said, stopped));
+        let mut gateway = Self { url, stop, task };
+        if is_ready.await.is_err() {
+            gateway.ended().await?;
+            bail!("the gateway ended before it served");
+        }
+        Ok(gateway)
     }
 
     /// Where it serves HTTP.
@@ -130,7 +139,13 @@ impl Gateway {
         (&mut self.task)
             .await
             .context("the gateway ended badly")?
-            .context("the gateway failed")
+            .map_err(|error| match error {
+                GatewayError::Client(_) | GatewayError::Listen(_) => {
+                    anyhow::Error::new(error).context("the gateway failed")
+                }
+                // The others are what it was told to do.
+                error => BadUsage(error.to_string()).into(),
+            })
     }
 
     /// Stops it once the requests in flight have ended; how long that may take is the gateway's own affair.

@@ -43,6 +43,8 @@ pub(crate) struct Call {
     /// The client's request without this gateway's own field.
     pub(crate) body: Body,
     pub(crate) stream: bool,
+    /// Whether the client wants a usage chunk at the end of its stream.
+    pub(crate) wants_usage: bool,
     pub(crate) domain: Option<String>,
     /// The first bytes of the prompt.
     pub(crate) prefix: Vec<u8>,
@@ -68,18 +70,12 @@ impl Call {
             route,
             request_id: request_id.to_owned(),
             stream: body.stream()?,
+            wants_usage: body.stream_options()?.include_usage,
             domain,
             prefix: body.routing_prefix(PREFIX_BYTES),
             headers: passed_on(headers, request_id),
             body,
         })
-    }
-
-    /// Whether the client wants a usage chunk at the end of its stream.
-    pub(crate) fn wants_usage(&self) -> bool {
-        self.body
-            .stream_options()
-            .is_ok_and(|options| options.include_usage)
     }
 }
 
@@ -274,6 +270,10 @@ mod tests {
             (r#"{"prompt":"a","prompt_logprobs":1}"#, "prompt_logprobs"),
             (r#"{"prompt":"a","echo":true,"logprobs":1}"#, "logprobs"),
             (r#"{"max_tokens":3}"#, "prompt"),
+            (
+                r#"{"prompt":"a","stream":true,"stream_options":{"include_usage":"yes"}}"#,
+                "stream_options.include_usage",
+            ),
         ] {
             let error = read(Route::Completions, &[], body).unwrap_err();
             assert_eq!(

@@ -28,24 +28,30 @@ pub struct Config {
     pub prefill_policy: PrefillPolicyName,
     /// How decode workers are chosen; by default by locality where there is a map, else by least load.
     pub decode_policy: Option<DecodePolicyName>,
-    /// The locality map. One with another number of centroids than there are decode workers is refitted from the
+    /// The map for the `locality` policy. One with another number of centroids than there are decode workers is refitted from the
     /// calibration that it carries.
     pub locality_map: Option<LocalityMap>,
-    /// Band width and what counts must cover.
+    /// For the `locality` policy: the band, and which part of a prompt's tokens its expert counts must cover to be used.
     pub locality: LocalityConfig,
     /// Seed of everything random: `random`, `power_of_two`, a refit.
     pub seed: u64,
     /// Name prefill worker, decode worker and reason in response headers `x-colocate-*`.
     pub decision_headers: bool,
-    /// Largest request body, in bytes.
+    /// Largest request body, in bytes; a larger one is refused with 413.
     pub max_body_bytes: usize,
+    /// Largest reply of a worker that is held in memory, in bytes: one that is not streamed, or what comes before a
+    /// stream's first event. A larger one is the worker's failure. Not to be confused with the length of a stream, which
+    /// is not bounded.
+    pub max_reply_bytes: usize,
     /// Requests in flight, at least one: any more are refused with 503 until one ends.
     pub max_in_flight: usize,
-    /// How many prefill workers one prefill may try.
+    /// How many prefill workers one prefill may try, at least one.
     pub prefill_attempts: usize,
-    /// How often a request whose decode worker failed before its first byte goes through prefill again.
+    /// How often a request whose decode worker failed before its first byte goes through prefill again; 0 tells the client
+    /// at once.
     pub prefills_again: usize,
-    /// How long handed-over parameters are trusted; the workers' lease is 30 s, after which blocks may be gone.
+    /// How long after a prefill its blocks are trusted to be there: less than the prefill workers' lease, which is 30 s
+    /// unless they are told otherwise.
     pub lease: Duration,
     /// How long to wait for what.
     pub timeouts: Timeouts,
@@ -57,6 +63,8 @@ pub struct Config {
 /// only adds to the load that made it wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timeouts {
+    /// For a client's request to arrive whole; it has a place among those in flight meanwhile. Then it is refused with 408.
+    pub request: Duration,
     /// For a connection to a worker.
     pub connect: Duration,
     /// For a whole prefill.
@@ -67,7 +75,8 @@ pub struct Timeouts {
     pub between: Duration,
     /// For a whole reply that is not streamed.
     pub whole: Duration,
-    /// For a health probe.
+    /// For a health probe, and for any other question that needs no inference. A worker that leaves three probes in a row
+    /// unanswered is down, and the requests that it has are given up: they are served elsewhere or end in an error.
     pub probe: Duration,
     /// Between two health probes of a worker.
     pub probe_interval: Duration,
@@ -78,6 +87,7 @@ pub struct Timeouts {
 impl Default for Timeouts {
     fn default() -> Self {
         Self {
+            request: Duration::from_secs(60),
             connect: Duration::from_secs(2),
             prefill: Duration::from_secs(600),
             first_byte: Duration::from_secs(600),
@@ -104,6 +114,7 @@ impl Config {
             seed: 0,
             decision_headers: true,
             max_body_bytes: 32 << 20,
+            max_reply_bytes: 64 << 20,
             max_in_flight: 4096,
             prefill_attempts: 3,
             prefills_again: 1,

@@ -80,6 +80,13 @@ pub(crate) fn too_large(limit: usize) -> ApiError {
         .with_code("request_too_large")
 }
 
+/// 408: the body did not arrive in time.
+pub(crate) fn too_slow(limit: std::time::Duration) -> ApiError {
+    ApiError::invalid(format!("the request did not arrive whole within {limit:?}"))
+        .with_status(StatusCode::REQUEST_TIMEOUT)
+        .with_code("request_timeout")
+}
+
 /// 503: as many requests are in flight as this gateway takes.
 pub(crate) fn full(limit: usize) -> ApiError {
     ApiError::unavailable(format!(

@@ -7,15 +7,17 @@
 //!    fails later, before its first byte, may have: the request is prefilled again, up to `prefills_again`.
 //! 3. From the first byte on the reply is relayed, and a failure is an event in the stream.
 //!
+//! A worker that falls silent meanwhile has failed.
+//!
 //! Between the two, [`Held`] stands for the blocks that the prefill worker keeps: whatever path drops it unused gives them
-//! back, also when the client leaves.
+//! back, also when the client leaves. A prefill runs in a task of its own, so that also a reply that is on its way when the
+//! client leaves becomes [`Held`].
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
 use axum::response::Response;
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use experts::PromptCounts;
 use futures::StreamExt;
 use http::HeaderMap;
@@ -23,16 +25,17 @@ use protocol::handoff::{Extras, KV_TRANSFER_PARAMS, Transport, decode_body, pref
 use protocol::{ApiError, TransferParams};
 use routing::DecodeReason;
 use serde_json::{Map, Value};
+use tokio_util::sync::CancellationToken;
 
 use crate::account::Account;
 use crate::call::Call;
 use crate::errors::{no_worker, respond};
 use crate::health;
 use crate::registry::{InFlight, Kind, Side, Tried, Worker};
-use crate::relay::{Observer, Pieces, Relay};
+use crate::relay::{Observer, Opened, Pieces, Relay};
 use crate::reply::{self, Trail};
 use crate::server::App;
-use crate::upstream::{Failure, Reply, is_event_stream, pieces, whole, within};
+use crate::upstream::{Failure, Reply, is_event_stream, pieces, too_long, within_life};
 
 /// Serves one request, whatever becomes of it.
 pub(crate) async fn serve(app: &Arc<App>, call: &Call, mut account: Account) -> Response {
@@ -45,23 +48,13 @@ pub(crate) async fn serve(app: &Arc<App>, call: &Call, mut account: Account) -> 
             trail,
             served: Served::ByPrefill(value),
         }) => {
-            let stream = call.stream.then(|| call.wants_usage());
+            let stream = call.stream.then_some(call.wants_usage);
             reply::from_prefill(app, &trail, call.route, stream, value, account)
         }
         Ok(Outcome {
             trail,
             served: Served::Stream(opened),
-        }) => {
-            let Opened {
-                guard,
-                pieces,
-                ahead,
-                observer,
-                expected,
-            } = *opened;
-            let relay = Relay::new(app, guard, account, pieces, ahead, observer, expected);
-            reply::stream(app, &trail, relay)
-        }
+        }) => reply::stream(app, &trail, Relay::new(app, account, *opened)),
         Err(error) => {
             account.close(error.status.as_u16());
             tracing::debug!(
@@ -87,15 +80,6 @@ enum Served {
     ByPrefill(Value),
     /// A stream that has begun.
     Stream(Box<Opened>),
-}
-
-/// A stream whose first event has come.
-struct Opened {
-    guard: InFlight,
-    pieces: Pieces,
-    ahead: VecDeque<Bytes>,
-    observer: Observer,
-    expected: Option<u64>,
 }
 
 async fn attempt(app: &Arc<App>, call: &Call) -> Result<Outcome, ApiError> {
@@ -189,32 +173,58 @@ async fn prefill(app: &Arc<App>, call: &Call, tried: &mut Tried) -> Result<Prefi
             "prefill placed"
         );
         let begun = Instant::now();
-        let answer = app
-            .upstream
-            .post_whole(
-                &guard,
-                call.route.path(),
-                &call.headers,
-                body.clone(),
-                app.timeouts.prefill,
-            )
-            .await
-            .and_then(|reply| read_prefill(app, call, &guard, reply));
-        match answer {
+        let worker = Arc::clone(guard.worker());
+        match prefill_on(app, call, guard, body.clone()).await {
             Ok(prefilled) => {
                 app.metrics.prefill(begun.elapsed());
                 return Ok(prefilled);
             }
-            Err(failure) => last = Some(set_aside(app, &guard, &failure, tried)),
+            Err(failure) => last = Some(set_aside(app, &worker, &failure, tried)),
         }
     }
     Err(give_up(Side::Prefill, last))
 }
 
+/// One try at a prefill, in a task of its own. When the client leaves, a request that the worker has not begun to answer is
+/// dropped, which ends it there; a reply that has begun is read to its end, so that what it names can be given back.
+async fn prefill_on(
+    app: &Arc<App>,
+    call: &Call,
+    guard: InFlight,
+    body: Bytes,
+) -> Result<Prefilled, Failure> {
+    let left = CancellationToken::new();
+    let task = {
+        let (app, left) = (Arc::clone(app), left.clone());
+        let (path, headers) = (call.route.path(), call.headers.clone());
+        async move {
+            let reply = within_life(&guard, app.timeouts.prefill, async {
+                let response = tokio::select! {
+                    biased;
+                    response = app.upstream.post(&guard, path, &headers, body) => response?,
+                    () = left.cancelled() => {
+                        // Nobody hears it.
+                        return Err(Failure::Transport("the client left".to_owned()));
+                    }
+                };
+                app.upstream.whole(response).await
+            });
+            let reply = reply.await?;
+            read_prefill(&app, headers, &guard, reply)
+        }
+    };
+    let _left = left.drop_guard();
+    tokio::spawn(task).await.unwrap_or_else(|error| {
+        Err(Failure::Transport(format!(
+            "the prefill ended badly: {error}"
+        )))
+    })
+}
+
 /// Makes sense of a prefill worker's reply.
 fn read_prefill(
     app: &Arc<App>,
-    call: &Call,
+    headers: HeaderMap,
     guard: &InFlight,
     reply: Reply,
 ) -> Result<Prefilled, Failure> {
@@ -254,17 +264,18 @@ fn read_prefill(
         )));
     };
     let counts = counts(app, guard, &mut params);
-    let held = Held {
+    let mut held = Held {
         app: Arc::clone(app),
         worker: Arc::clone(guard.worker()),
         params,
-        headers: call.headers.clone(),
+        headers,
+        prompt_tokens: None,
         counts,
-        prompt_tokens: prompt_tokens(&value),
         since: Instant::now(),
         taken: false,
     };
-    // Dropping what is held gives it back, also if the prefill failed.
+    // From here on, dropping what is held gives it back, also if the prefill failed.
+    held.prompt_tokens = agreed_tokens(&value, &held)?;
     if finished? {
         return Ok(Prefilled::Answered(Box::new(Outcome {
             trail,
@@ -297,6 +308,32 @@ fn finished(reply: &Value) -> Result<bool, Failure> {
         }
     }
     Ok(all)
+}
+
+/// The number of prompt tokens that all parts of a prefill reply agree on; none where none says.
+fn agreed_tokens(reply: &Value, held: &Held) -> Result<Option<u64>, Failure> {
+    // What other transports mean by their fields is their own affair.
+    let transferred = match held.params.transport() {
+        Transport::Embedded => held.params.remote_num_tokens(),
+        Transport::Vllm => None,
+    };
+    let counted = held.counts.as_ref().map(PromptCounts::prompt_tokens);
+    let mut said = [
+        ("its usage", prompt_tokens(reply)),
+        ("its transfer parameters", transferred),
+        ("its expert counts", counted.map(u64::from)),
+    ]
+    .into_iter()
+    .filter_map(|(what, tokens)| Some((what, tokens?)));
+    let Some((first, tokens)) = said.next() else {
+        return Ok(None);
+    };
+    match said.find(|&(_, other)| other != tokens) {
+        None => Ok(Some(tokens)),
+        Some((what, other)) => Err(Failure::Contradiction(format!(
+            "{first} says {tokens} prompt tokens and {what} {other}"
+        ))),
+    }
 }
 
 fn prompt_tokens(reply: &Value) -> Option<u64> {
@@ -358,7 +395,12 @@ async fn decode(
     if let Some(error) = mismatch(app, &held) {
         return Err(Undecoded::Final(error));
     }
-    let body = decode_body(&call.body, &held.params).to_bytes();
+    let mut body = decode_body(&call.body, &held.params);
+    if call.stream {
+        // For the check against the prefill worker's. The client gets to see it only if it asked itself.
+        body.ask_for_usage();
+    }
+    let body = body.to_bytes();
     let mut last: Option<ApiError> = None;
     loop {
         if held.since.elapsed() > app.lease {
@@ -407,7 +449,11 @@ async fn decode(
                     served: Served::Whole(reply),
                 });
             }
-            Ok(Begun::Stream(pieces, ahead, observer)) => {
+            Ok(Begun::Stream {
+                pieces,
+                ahead,
+                observer,
+            }) => {
                 app.metrics.handoff(held.since.elapsed());
                 held.taken = true;
                 let opened = Opened {
@@ -415,14 +461,13 @@ async fn decode(
                     pieces,
                     ahead,
                     observer,
-                    expected: held.prompt_tokens,
                 };
                 return Ok(Outcome {
                     trail,
                     served: Served::Stream(Box::new(opened)),
                 });
             }
-            Err(failure @ Failure::Connect(_)) => {
+            Err(failure @ Failure::Connect { .. }) => {
                 last = Some(set_aside(app, &guard, &failure, tried))
             }
             Err(failure @ Failure::TokensDiffer { .. }) => {
@@ -459,7 +504,11 @@ enum Begun {
     /// The worker refused the request, and said why.
     Refused(Reply),
     Whole(Reply),
-    Stream(Pieces, VecDeque<Bytes>, Observer),
+    Stream {
+        pieces: Pieces,
+        ahead: Bytes,
+        observer: Observer,
+    },
 }
 
 /// Sends a request to its decode worker, and waits until there is something to pass on.
@@ -475,15 +524,16 @@ async fn begin(
     } else {
         app.timeouts.whole
     };
-    within(limit, async {
+    within_life(guard, limit, async {
         let response = app
             .upstream
             .post(guard, call.route.path(), &call.headers, body)
             .await?;
         if response.status().is_success() && is_event_stream(&response) {
-            return first_event(Box::pin(pieces(response))).await;
+            let observer = Observer::new(call.wants_usage, expected);
+            return first_event(app, Box::pin(pieces(response)), observer).await;
         }
-        let reply = whole(response).await?;
+        let reply = app.upstream.whole(response).await?;
         if reply.status.is_success() {
             return checked(reply, expected).map(Begun::Whole);
         }
@@ -501,29 +551,30 @@ async fn begin(
 }
 
 /// Reads a stream up to its first event, so that an error there can still be mended.
-async fn first_event(mut pieces: Pieces) -> Result<Begun, Failure> {
-    let mut observer = Observer::default();
-    let mut ahead = VecDeque::new();
+async fn first_event(
+    app: &App,
+    mut pieces: Pieces,
+    mut observer: Observer,
+) -> Result<Begun, Failure> {
+    let mut ahead = BytesMut::new();
     while observer.events == 0 {
         let Some(piece) = pieces.next().await.transpose()? else {
             return Err(Failure::Transport(
                 "the stream ended before its first event".to_owned(),
             ));
         };
-        observer.push(&piece)?;
-        ahead.push_back(piece);
+        observer.push(&piece, &mut ahead)?;
+        if ahead.len() > app.max_reply_bytes {
+            return Err(too_long(app.max_reply_bytes));
+        }
     }
     match observer.error.take() {
-        None => Ok(Begun::Stream(pieces, ahead, observer)),
-        Some(error) => {
-            let mut body = Map::new();
-            body.insert("error".to_owned(), error);
-            let body = Value::Object(body).to_string();
-            Err(Failure::Status(ApiError::from_reply(
-                http::StatusCode::BAD_GATEWAY,
-                body.as_bytes(),
-            )))
-        }
+        None => Ok(Begun::Stream {
+            pieces,
+            ahead: ahead.freeze(),
+            observer,
+        }),
+        Some(error) => Err(Failure::Status(ApiError::from_event(&error))),
     }
 }
 
@@ -551,14 +602,14 @@ fn checked(mut reply: Reply, expected: Option<u64>) -> Result<Reply, Failure> {
 
 /// Takes note of a failure: in the books, on the worker, and in what the request has tried. What to tell the client if
 /// nobody else serves it.
-fn set_aside(app: &App, guard: &InFlight, failure: &Failure, tried: &mut Tried) -> ApiError {
-    health::doubt(app, guard, failure);
-    if matches!(failure, Failure::Connect(_)) {
-        tried.unreachable(guard)
+fn set_aside(app: &App, worker: &Worker, failure: &Failure, tried: &mut Tried) -> ApiError {
+    health::doubt(app, worker, failure);
+    if matches!(failure, Failure::Connect { .. }) {
+        tried.unreachable(worker)
     } else {
-        tried.failed(guard)
+        tried.failed(worker)
     }
-    failure.to_api_error(guard)
+    failure.to_api_error(worker)
 }
 
 /// The error of a request that no worker of this side could serve: what the last one said, where it said something.

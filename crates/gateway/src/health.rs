@@ -1,9 +1,10 @@
 //! Who is up: every worker is asked for `/health` in turn, and at once when a request to it failed.
 //!
 //! A worker that cannot be reached, or says that it is not well, is down until it answers again. One slow answer does
-//! not make a worker down, as a busy one may be slow: three in a row do.
+//! not make a worker down, as a busy one may be slow: three in a row do. Then it is also silent: nothing is to be expected
+//! of it for the requests that it has, which are given up. One that refuses connections may be finishing what it has.
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use http::HeaderMap;
 use serde_json::Value;
@@ -58,10 +59,13 @@ pub(crate) async fn watch(app: Arc<App>, worker: Arc<Worker>) {
 pub(crate) fn doubt(app: &App, worker: &Worker, failure: &Failure) {
     worker.count_failure();
     app.metrics.failure(worker, failure.kind());
-    if let Failure::Connect(why) = failure {
-        down(worker, why);
+    if let Failure::Connect { why, .. } = failure {
+        down(worker, why, false);
     }
-    if !matches!(failure, Failure::Status(_) | Failure::TokensDiffer { .. }) {
+    if !matches!(
+        failure,
+        Failure::Status(_) | Failure::Contradiction(_) | Failure::TokensDiffer { .. }
+    ) {
         worker.look.notify_one();
     }
     tracing::warn!(
@@ -85,37 +89,55 @@ async fn look(app: &App, worker: &Worker, slow: &mut u32) {
             if worker.healthy() && worker.kind().is_some() {
                 return;
             }
-            if let Some(kind) = kind(app, worker).await {
-                worker.set_kind(kind);
-                if let Some(other) = app.workers().find(|other| differs(other, kind)) {
-                    down(
-                        worker,
-                        &format!(
-                            "it is a {} worker and {} a {} one, which cannot exchange KV blocks",
-                            kind.as_str(),
-                            other.name,
-                            other.kind().map_or("", Kind::as_str)
-                        ),
-                    );
-                    return;
-                }
-            }
-            if worker.set_up() {
-                tracing::info!(
-                    side = worker.side.as_str(),
-                    worker = worker.name,
-                    "worker is up"
-                );
+            let kind = kind(app, worker).await;
+            admit(app, worker, kind);
+        }
+        Ok(reply) => {
+            *slow = 0;
+            down(worker, &format!("/health answered {}", reply.status), false);
+        }
+        Err(failure) => {
+            let unanswered = matches!(
+                failure,
+                Failure::Timeout(_)
+                    | Failure::Connect {
+                        timed_out: true,
+                        ..
+                    }
+            );
+            *slow += u32::from(unanswered);
+            let silent = unanswered && *slow >= SLOW_PROBES;
+            if silent || !matches!(failure, Failure::Timeout(_)) {
+                let why = format!("health probe: {}", failure.to_api_error(worker).message);
+                down(worker, &why, silent);
             }
         }
-        Ok(reply) => down(worker, &format!("/health answered {}", reply.status)),
-        Err(Failure::Timeout(_)) => {
-            *slow += 1;
-            if *slow >= SLOW_PROBES {
-                down(worker, "/health does not answer in time");
-            }
+    }
+}
+
+/// Lets a worker in that answered, unless it is of another kind than those that are up. One at a time, so that of two of
+/// different kinds that come up together one sees the other.
+fn admit(app: &App, worker: &Worker, kind: Option<Kind>) {
+    let _turn = app.admission.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(kind) = kind {
+        worker.set_kind(kind);
+        if let Some(other) = app.workers().find(|other| differs(other, kind)) {
+            let why = format!(
+                "it is a {} worker and {} a {} one, which cannot exchange KV blocks",
+                kind.as_str(),
+                other.name,
+                other.kind().map_or("", Kind::as_str)
+            );
+            down(worker, &why, false);
+            return;
         }
-        Err(failure) => down(worker, &failure.to_api_error(worker).message),
+    }
+    if worker.set_up() {
+        tracing::info!(
+            side = worker.side.as_str(),
+            worker = worker.name,
+            "worker is up"
+        );
     }
 }
 
@@ -141,8 +163,8 @@ async fn kind(app: &App, worker: &Worker) -> Option<Kind> {
     })
 }
 
-fn down(worker: &Worker, why: &str) {
-    if worker.set_down(why) {
+fn down(worker: &Worker, why: &str, silent: bool) {
+    if worker.set_down(why, silent) {
         tracing::warn!(
             side = worker.side.as_str(),
             worker = worker.name,
@@ -160,4 +182,35 @@ pub(crate) fn kind_of(pool: &Pool) -> Option<Kind> {
             None
         }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::sync::Barrier;
+
+    use super::*;
+    use crate::config::Config;
+
+    #[tokio::test]
+    async fn of_two_kinds_that_come_up_together_one_is_left_out() {
+        let url = |port: u16| format!("http://127.0.0.1:{port}").parse().unwrap();
+        for _ in 0..200 {
+            let config = Config::new(vec![url(1)], vec![url(2)]);
+            let app = App::new(config).await.unwrap();
+            let workers: Vec<_> = app.workers().collect();
+            let together = Barrier::new(2);
+            std::thread::scope(|scope| {
+                for (worker, kind) in workers.iter().zip([Kind::Embedded, Kind::Other]) {
+                    let (app, together) = (&app, &together);
+                    scope.spawn(move || {
+                        together.wait();
+                        admit(app, worker, Some(kind));
+                    });
+                }
+            });
+            let up = workers.iter().filter(|worker| worker.healthy()).count();
+            assert_eq!(up, 1);
+        }
+    }
 }

@@ -2,13 +2,13 @@
 
 use std::fmt;
 use std::ops::Deref;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use reqwest::Url;
 use routing::WorkerFacts;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 
 use crate::errors::GatewayError;
 
@@ -63,7 +63,9 @@ pub(crate) struct Worker {
     base: String,
     in_flight: AtomicU32,
     placed: AtomicU64,
-    state: Mutex<State>,
+    failures: AtomicU64,
+    /// Watched by the requests that it has.
+    state: watch::Sender<State>,
     /// Told when the worker should be looked at before its next turn.
     pub(crate) look: Notify,
 }
@@ -72,11 +74,13 @@ pub(crate) struct Worker {
 #[derive(Debug, Clone)]
 pub(crate) struct State {
     pub(crate) healthy: bool,
-    /// Why not.
+    /// It does not even answer that it is not well. A worker that is down in another way may still finish what it has, as
+    /// one does that is shutting down; or else its connections break.
+    pub(crate) silent: bool,
+    /// Why it is not healthy.
     pub(crate) reason: Option<String>,
     pub(crate) since: Instant,
     pub(crate) kind: Option<Kind>,
-    pub(crate) failures: u64,
 }
 
 impl Worker {
@@ -97,12 +101,13 @@ impl Worker {
             base: url.as_str().trim_end_matches('/').to_owned(),
             in_flight: AtomicU32::new(0),
             placed: AtomicU64::new(0),
-            state: Mutex::new(State {
+            failures: AtomicU64::new(0),
+            state: watch::Sender::new(State {
                 healthy: false,
+                silent: false,
                 reason: Some("not looked at yet".to_owned()),
                 since: Instant::now(),
                 kind: None,
-                failures: 0,
             }),
             look: Notify::new(),
         })
@@ -128,53 +133,70 @@ impl Worker {
         self.placed.load(Ordering::Relaxed)
     }
 
+    /// Requests that failed on it so far.
+    pub(crate) fn failures(&self) -> u64 {
+        self.failures.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn count_failure(&self) {
+        self.failures.fetch_add(1, Ordering::Relaxed);
+    }
+
     /// What is believed of it.
     pub(crate) fn state(&self) -> State {
-        self.lock().clone()
+        self.state.borrow().clone()
     }
 
     pub(crate) fn healthy(&self) -> bool {
-        self.lock().healthy
+        self.state.borrow().healthy
     }
 
     pub(crate) fn kind(&self) -> Option<Kind> {
-        self.lock().kind
+        self.state.borrow().kind
     }
 
     pub(crate) fn set_kind(&self, kind: Kind) {
-        self.lock().kind = Some(kind);
+        self.state.send_modify(|state| state.kind = Some(kind));
     }
 
     /// Takes the worker for up. True if that is news.
     pub(crate) fn set_up(&self) -> bool {
-        let mut state = self.lock();
-        let news = !state.healthy;
-        if news {
-            state.since = Instant::now();
-        }
-        state.healthy = true;
-        state.reason = None;
+        self.state.send_if_modified(|state| {
+            let news = !state.healthy;
+            if news {
+                state.since = Instant::now();
+            }
+            state.healthy = true;
+            state.silent = false;
+            state.reason = None;
+            news
+        })
+    }
+
+    /// Takes the worker for down, and for silent until it is up again if it is. True if it was up.
+    pub(crate) fn set_down(&self, reason: impl Into<String>, silent: bool) -> bool {
+        let mut news = false;
+        self.state.send_modify(|state| {
+            news = state.healthy;
+            if news {
+                state.since = Instant::now();
+            }
+            state.healthy = false;
+            state.silent |= silent;
+            state.reason = Some(reason.into());
+        });
         news
     }
 
-    /// Takes the worker for down. True if that is news.
-    pub(crate) fn set_down(&self, reason: impl Into<String>) -> bool {
-        let mut state = self.lock();
-        let news = state.healthy;
-        if news {
-            state.since = Instant::now();
-        }
-        state.healthy = false;
-        state.reason = Some(reason.into());
-        news
-    }
-
-    pub(crate) fn count_failure(&self) {
-        self.lock().failures += 1;
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Waits until the worker is taken for silent, and says why.
+    pub(crate) async fn falls_silent(&self) -> String {
+        let mut state = self.state.subscribe();
+        let silent = state.wait_for(|state| state.silent).await;
+        // It cannot fail: the worker itself holds the sender.
+        silent.map_or_else(
+            |_| String::new(),
+            |state| state.reason.clone().unwrap_or_default(),
+        )
     }
 }
 
@@ -347,6 +369,21 @@ mod tests {
         assert_eq!((worker.in_flight(), worker.placed()), (0, 2));
     }
 
+    #[tokio::test]
+    async fn silence_is_told_to_who_waits_and_lasts_until_the_worker_is_up() {
+        let pool = up(&["http://a:1"]);
+        let worker = pool.get(0).unwrap();
+        let mut waiting = Box::pin(worker.falls_silent());
+        assert!(worker.set_down("shutting down", false));
+        assert!(futures::poll!(&mut waiting).is_pending());
+        assert!(!worker.set_down("no answer", true));
+        assert_eq!(waiting.await, "no answer");
+        worker.set_down("refused", false);
+        assert_eq!(worker.falls_silent().await, "refused");
+        assert!(worker.set_up());
+        assert!(futures::poll!(Box::pin(worker.falls_silent())).is_pending());
+    }
+
     #[test]
     fn a_failed_worker_is_used_again_only_if_it_is_the_last() {
         let pool = up(&["http://a:1", "http://b:1", "http://c:1"]);
@@ -354,7 +391,7 @@ mod tests {
         tried.failed(pool.get(0).unwrap());
         assert_eq!(eligible(&pool, &tried), [1, 2]);
         tried.unreachable(pool.get(1).unwrap());
-        pool.get(2).unwrap().set_down("gone");
+        pool.get(2).unwrap().set_down("gone", false);
         assert_eq!(eligible(&pool, &tried), [0]);
         tried.unreachable(pool.get(0).unwrap());
         assert!(eligible(&pool, &tried).is_empty());

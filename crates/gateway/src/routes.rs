@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 use crate::account::Account;
 use crate::call::{Call, Route, passed_on, read_body};
-use crate::errors::{full, no_worker, respond, too_large, wrong_method};
+use crate::errors::{full, no_worker, respond, too_large, too_slow, wrong_method};
 use crate::registry::{Pool, Side};
 use crate::server::App;
 use crate::upstream::Reply;
@@ -90,7 +90,10 @@ async fn admit(app: &App, route: Route, id: &str, request: Request) -> Result<Ca
     if announced.is_some_and(|length: usize| length > app.max_body_bytes) {
         return Err(too_large(app.max_body_bytes));
     }
-    let bytes = read_body(body, app.max_body_bytes).await?;
+    let limit = app.timeouts.request;
+    let bytes = tokio::time::timeout(limit, read_body(body, app.max_body_bytes))
+        .await
+        .unwrap_or_else(|_| Err(too_slow(limit)))?;
     Call::read(route, id, &parts.headers, &bytes)
 }
 
@@ -195,7 +198,7 @@ fn list(pool: &Pool) -> Vec<Value> {
                 "kind": state.kind.map(crate::registry::Kind::as_str),
                 "in_flight": worker.in_flight(),
                 "placed": worker.placed(),
-                "failures": state.failures,
+                "failures": worker.failures(),
             })
         })
         .collect()

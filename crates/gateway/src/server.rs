@@ -1,6 +1,6 @@
 //! The gateway as a whole: what its parts share, how it starts and how it stops.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
@@ -31,7 +31,10 @@ pub(crate) struct App {
     pub(crate) prefill_attempts: usize,
     pub(crate) prefills_again: usize,
     pub(crate) lease: std::time::Duration,
+    pub(crate) max_reply_bytes: usize,
     pub(crate) decision_headers: bool,
+    /// Held while a worker is let in, see [`health`].
+    pub(crate) admission: Mutex<()>,
     /// Whether it was said that the prefill workers send no counts.
     pub(crate) said_no_counts: std::sync::Once,
     /// Whether it was said that the locality map is for another model.
@@ -39,10 +42,10 @@ pub(crate) struct App {
 }
 
 impl App {
-    fn new(mut config: Config) -> Result<Self, GatewayError> {
+    pub(crate) async fn new(mut config: Config) -> Result<Self, GatewayError> {
         let prefill = Pool::new(Side::Prefill, &config.prefill)?;
         let decode = Pool::new(Side::Decode, &config.decode)?;
-        let policies = policies::make(&mut config)?;
+        let policies = policies::make(&mut config).await?;
         let metrics = Arc::new(Metrics::new());
         let max_in_flight = config.max_in_flight.clamp(1, Semaphore::MAX_PERMITS);
         Ok(Self {
@@ -53,7 +56,7 @@ impl App {
                 policies.decode,
                 Arc::clone(&metrics),
             ),
-            upstream: Upstream::new(&config.timeouts)?,
+            upstream: Upstream::new(&config.timeouts, config.max_reply_bytes)?,
             metrics,
             map: policies.map,
             timeouts: config.timeouts,
@@ -63,6 +66,8 @@ impl App {
             prefill_attempts: config.prefill_attempts,
             prefills_again: config.prefills_again,
             lease: config.lease,
+            max_reply_bytes: config.max_reply_bytes,
+            admission: Mutex::new(()),
             decision_headers: config.decision_headers,
             said_no_counts: std::sync::Once::new(),
             said_other_model: std::sync::Once::new(),
@@ -87,16 +92,18 @@ impl App {
 
 /// Serves on `listener` until `shutdown` resolves, then lets requests in flight end, within [`Timeouts::drain`].
 ///
-/// Workers need not be up yet: those that are not are looked for until they are.
+/// Workers need not be up yet: those that are not are looked for until they are. `ready` is called once the configuration
+/// has been found to work and every worker has been looked at; requests that come before wait.
 ///
 /// # Errors
 /// A configuration that cannot work, workers of two kinds, or a listener that fails.
 pub async fn serve(
     config: Config,
     listener: TcpListener,
+    ready: impl FnOnce(),
     shutdown: impl Future<Output = ()> + Send + 'static,
 ) -> Result<(), GatewayError> {
-    let app = Arc::new(App::new(config)?);
+    let app = Arc::new(App::new(config).await?);
     health::first_look(&app).await?;
     let mut watchers = JoinSet::new();
     for worker in app.workers() {
@@ -110,6 +117,7 @@ pub async fn serve(
         decode_policy,
         "gateway is up"
     );
+    ready();
     let stopping = CancellationToken::new();
     let server = {
         let stopping = stopping.clone();

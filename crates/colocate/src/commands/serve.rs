@@ -77,7 +77,11 @@ pub(crate) async fn run(args: Args) -> Result<Verdict> {
     config.locality.band = args.band.band();
     config.seed = args.seed;
     config.decision_headers = !args.no_decision_headers;
-    let mut gateway = Gateway::start_at(&format!("{}:{}", args.host, args.port), config).await?;
+    let address = format!("{}:{}", args.host, args.port);
+    let mut gateway = tokio::select! {
+        gateway = Gateway::start_at(&address, config) => gateway?,
+        () = stop.cancelled() => return Ok(Verdict::Passed),
+    };
     let report = json!({"url": gateway.url(), "decode_policy": policy, "prefill_policy": args.prefill_policy});
     output::report(args.json, &report, || {
         let refit = match map_clusters {

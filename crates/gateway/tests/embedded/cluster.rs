@@ -134,7 +134,12 @@ impl Cluster {
         change(&mut config);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
-        let task = tokio::spawn(gateway::serve(config, listener, futures::future::pending()));
+        let task = tokio::spawn(gateway::serve(
+            config,
+            listener,
+            || (),
+            futures::future::pending(),
+        ));
         let gateway = Gateway {
             addr,
             client: client(),

@@ -1,5 +1,7 @@
 //! What the gateway refuses by itself, in OpenAI's shape.
 
+use std::time::Duration;
+
 use futures::StreamExt;
 use serde_json::{Value, json};
 
@@ -69,6 +71,25 @@ async fn what_is_no_request_is_refused() {
             .await,
         3.0
     );
+}
+
+#[tokio::test]
+async fn a_request_that_does_not_arrive_gives_its_place_up() {
+    let (prefill, decode) = (Peer::start("p").await, Peer::start("d").await);
+    let mut config = config(&[&prefill], &[&decode]);
+    config.timeouts.request = Duration::from_millis(100);
+    let gateway = Gateway::start(config).await;
+    let never = futures::stream::pending::<Result<Vec<u8>, std::convert::Infallible>>();
+    let response = gateway
+        .client
+        .post(gateway.url("/v1/completions"))
+        .body(reqwest::Body::wrap_stream(never))
+        .send()
+        .await
+        .unwrap();
+    assert_eq!(response.status(), 408);
+    let error: Value = serde_json::from_str(&response.text().await.unwrap()).unwrap();
+    assert_eq!(error["error"]["code"], "request_timeout");
 }
 
 #[tokio::test]

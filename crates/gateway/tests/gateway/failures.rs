@@ -5,7 +5,7 @@ use std::time::Duration;
 use gateway::PrefillPolicyName;
 use serde_json::{Value, json};
 
-use crate::harness::{Gateway, blind, completion, config, events, eventually, said};
+use crate::harness::{Gateway, blind, completion, config, eventually, last_code, said};
 use crate::peer::{Peer, Script};
 
 /// One prefill worker and two decode workers, the first of which fails: the client must not notice, and the request
@@ -52,6 +52,58 @@ async fn a_decode_worker_that_fails_before_its_first_byte_is_replaced() {
     survives(Script::Refuse(502, "kv_transfer_failed"), 2).await;
     survives(Script::Refuse(409, "kv_transfer_failed"), 2).await;
     survives(Script::Break, 2).await;
+}
+
+#[tokio::test]
+async fn a_worker_that_never_stops_answering_is_replaced() {
+    for (at_prefill, stream, content_type) in [
+        (true, false, "application/json"),
+        (false, false, "application/json"),
+        (false, true, "text/event-stream"),
+    ] {
+        let (one, two) = (Peer::start("1").await, Peer::start("2").await);
+        let (three, four) = (Peer::start("3").await, Peer::start("4").await);
+        let mut config = blind(&[&one, &two], &[&three, &four]);
+        config.prefill_policy = PrefillPolicyName::RoundRobin;
+        config.max_reply_bytes = 100_000;
+        let gateway = Gateway::start(config).await;
+        let failing = if at_prefill { &one } else { &three };
+        failing.script(Script::Endless(content_type));
+        let response = gateway.post("/v1/completions", &completion(stream)).await;
+        assert_eq!(response.status(), 200);
+        let failures = gateway
+            .metric("colocate_gateway_failures_total", &["bad_reply"])
+            .await;
+        assert_eq!(failures, 1.0);
+        response.text().await.unwrap();
+        gateway.settled().await;
+    }
+}
+
+#[tokio::test]
+async fn an_error_in_a_stream_is_booked_by_its_code() {
+    for (code, status, kind) in [
+        ("shutting_down", "503", "status"),
+        ("kv_transfer_failed", "502", "kv_transfer"),
+    ] {
+        let (prefill, decode) = (Peer::start("p").await, Peer::start("d").await);
+        let gateway = Gateway::start(config(&[&prefill], &[&decode])).await;
+        decode.script(Script::ErrorAfter(2, code));
+        let text = gateway
+            .post("/v1/completions", &completion(true))
+            .await
+            .text()
+            .await
+            .unwrap();
+        assert_eq!(said(&text), "w0 w1 ");
+        // One error, the worker's own, and nothing after it.
+        assert_eq!(last_code(&text), code);
+        assert_eq!(text.matches("\"error\"").count(), 1);
+        let count = async |name: &str, label: &str| gateway.metric(name, &[label]).await;
+        assert_eq!(count("colocate_gateway_requests_total", status).await, 1.0);
+        assert_eq!(count("colocate_gateway_failures_total", kind).await, 1.0);
+        gateway.settled().await;
+    }
 }
 
 #[tokio::test]
@@ -134,7 +186,11 @@ async fn retries_are_bounded_and_the_last_error_is_told() {
 
 #[tokio::test]
 async fn a_stream_that_breaks_says_so() {
-    for script in [Script::BreakAfter(2), Script::EndAfter(2)] {
+    for script in [
+        Script::BreakAfter(2),
+        Script::EndAfter(2),
+        Script::BreakInside(2),
+    ] {
         let (prefill, decode) = (Peer::start("p").await, Peer::start("d").await);
         let gateway = Gateway::start(config(&[&prefill], &[&decode])).await;
         decode.script(script);
@@ -142,15 +198,8 @@ async fn a_stream_that_breaks_says_so() {
         assert_eq!(response.status(), 200);
         let text = response.text().await.unwrap();
         assert_eq!(said(&text), "w0 w1 ");
-        let events = events(&text);
-        let last: Value = serde_json::from_str(events.last().unwrap()).unwrap();
-        assert!(
-            last["error"]["message"]
-                .as_str()
-                .unwrap()
-                .contains("the connection to decode worker"),
-            "{last}"
-        );
+        assert_eq!(last_code(&text), "bad_upstream");
+        assert!(text.contains("the connection to decode worker"), "{text}");
         gateway.settled().await;
         assert_eq!(
             gateway
@@ -203,12 +252,8 @@ async fn a_stream_that_stalls_is_ended() {
         .await
         .unwrap();
     assert_eq!(said(&text), "w0 w1 ");
-    assert!(
-        events(&text)
-            .last()
-            .unwrap()
-            .contains("did not answer within")
-    );
+    assert_eq!(last_code(&text), "upstream_timeout");
+    assert!(text.contains("did not answer within"), "{text}");
     gateway.settled().await;
     eventually("told", async || decode.cancelled() == 1).await;
 }

@@ -1,9 +1,12 @@
 //! The path of a request that nothing goes wrong with.
 
+use experts::ModelShape;
 use futures::StreamExt;
+use protocol::handoff::Extras;
 use serde_json::{Value, json};
 
-use crate::harness::{Gateway, completion, config, events, said};
+use crate::harness::{Gateway, completion, config, events, eventually, last_code, said};
+use crate::other_model::counts;
 use crate::peer::{Peer, Script};
 
 #[tokio::test]
@@ -78,6 +81,8 @@ async fn chunks_are_passed_on_as_they_come() {
         );
         decode.let_pass(1);
     }
+    // The usage, which the client did not ask for, is not passed on.
+    decode.let_pass(1);
     assert_eq!(pieces.next().await.unwrap().unwrap(), "data: [DONE]\n\n");
     assert!(pieces.next().await.is_none());
     gateway.settled().await;
@@ -209,22 +214,102 @@ async fn both_workers_must_have_counted_the_same_prompt() {
             .contains("counted 3 prompt tokens")
     );
 
-    let mut body = completion(true);
-    body["stream_options"] = json!({"include_usage": true});
-    let response = gateway.post("/v1/completions", &body).await;
-    assert_eq!(response.status(), 200);
-    let events = events(&response.text().await.unwrap());
-    assert!(
-        events.last().unwrap().contains("counted 3 prompt tokens"),
-        "{events:?}"
-    );
+    // A stream is checked whether or not its client wants to see the usage.
+    for wanted in [true, false] {
+        let mut body = completion(true);
+        body["stream_options"] = json!({"include_usage": wanted});
+        let response = gateway.post("/v1/completions", &body).await;
+        assert_eq!(response.status(), 200);
+        let text = response.text().await.unwrap();
+        assert_eq!(said(&text), "w0 w1 w2 w3 ");
+        assert_eq!(last_code(&text), "token_counts_differ");
+        assert!(text.contains("counted 3 prompt tokens"), "{text}");
+    }
     gateway.settled().await;
     assert_eq!(
         gateway
             .metric("colocate_gateway_failures_total", &["tokens_differ"])
             .await,
-        2.0
+        3.0
     );
+}
+
+#[tokio::test]
+async fn usage_is_shown_to_who_asked_for_it() {
+    let (prefill, decode) = (Peer::start("p").await, Peer::start("d").await);
+    let gateway = Gateway::start(config(&[&prefill], &[&decode])).await;
+    for (options, shown) in [
+        (json!(null), false),
+        (json!({"x": 1}), false),
+        (json!({"include_usage": true}), true),
+    ] {
+        let mut body = completion(true);
+        body["stream_options"] = options.clone();
+        let text = gateway
+            .post("/v1/completions", &body)
+            .await
+            .text()
+            .await
+            .unwrap();
+        assert_eq!(said(&text), "w0 w1 w2 w3 ");
+        assert_eq!(text.contains("\"usage\""), shown, "{text}");
+        assert!(text.ends_with("data: [DONE]\n\n"));
+        let sent = &decode.served().pop().unwrap().body["stream_options"];
+        assert_eq!(sent["include_usage"], true);
+        assert_eq!(sent.get("x"), options.get("x"));
+        assert_eq!(
+            prefill.served().pop().unwrap().body.get("stream_options"),
+            None
+        );
+    }
+    gateway.settled().await;
+}
+
+#[tokio::test]
+async fn a_prefill_reply_that_contradicts_itself_is_no_answer() {
+    let extras = Extras {
+        // Of eight tokens, where the prompt has three.
+        prompt_counts: Some(counts(
+            ModelShape {
+                layers: 2,
+                experts: 8,
+                top_k: 2,
+            },
+            0,
+        )),
+        ..Extras::default()
+    };
+    for (script, extras) in [
+        (Script::Serve, Some(extras.to_value())),
+        (Script::Claims(4), None),
+        (Script::Miscounts(4), Some(extras.to_value())),
+    ] {
+        let (prefill, decode) = (Peer::start("p").await, Peer::start("d").await);
+        let gateway = Gateway::start(config(&[&prefill], &[&decode])).await;
+        prefill.script(script.clone());
+        *prefill.inner.extras.lock().unwrap() = extras;
+        let response = gateway.post("/v1/completions", &completion(false)).await;
+        assert_eq!(response.status(), 502, "{script:?}");
+        let error: Value = serde_json::from_str(&response.text().await.unwrap()).unwrap();
+        assert_eq!(error["error"]["code"], "token_counts_differ");
+        assert!(decode.served().is_empty());
+        let failures = gateway
+            .metric("colocate_gateway_failures_total", &["contradiction"])
+            .await;
+        assert_eq!(failures, prefill.served().len() as f64);
+        // What they hold for it is given back.
+        eventually("released", async || {
+            prefill.released().len() == prefill.served().len()
+        })
+        .await;
+        gateway.settled().await;
+    }
+    // Numbers that agree are fine.
+    let (prefill, decode) = (Peer::start("p").await, Peer::start("d").await);
+    let gateway = Gateway::start(config(&[&prefill], &[&decode])).await;
+    prefill.script(Script::Claims(3));
+    let response = gateway.post("/v1/completions", &completion(false)).await;
+    assert_eq!(response.status(), 200);
 }
 
 #[tokio::test]

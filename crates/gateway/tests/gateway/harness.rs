@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use gateway::{Config, DecodePolicyName, GatewayError};
+use gateway::{Config, DecodePolicyName, GatewayError, PrefillPolicyName};
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
@@ -35,6 +35,14 @@ pub(crate) fn config(prefill: &[&Peer], decode: &[&Peer]) -> Config {
     config
 }
 
+/// The same, with little patience for health probes.
+pub(crate) fn alert(prefill: &[&Peer], decode: &[&Peer]) -> Config {
+    let mut config = config(prefill, decode);
+    config.prefill_policy = PrefillPolicyName::RoundRobin;
+    config.timeouts.probe = Duration::from_millis(200);
+    config
+}
+
 /// The same, but nobody looks at the workers' health after the start: only requests find out.
 pub(crate) fn blind(prefill: &[&Peer], decode: &[&Peer]) -> Config {
     let mut config = config(prefill, decode);
@@ -46,7 +54,12 @@ impl Gateway {
     pub(crate) async fn start(config: Config) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
-        let task = tokio::spawn(gateway::serve(config, listener, futures::future::pending()));
+        let task = tokio::spawn(gateway::serve(
+            config,
+            listener,
+            || (),
+            futures::future::pending(),
+        ));
         let _ = rustls::crypto::ring::default_provider().install_default();
         let client = reqwest::Client::builder().no_proxy().build().unwrap();
         Self { addr, client, task }
@@ -133,6 +146,18 @@ pub(crate) async fn eventually(what: &str, mut holds: impl AsyncFnMut() -> bool)
         tokio::time::timeout(PATIENCE, wait).await.is_ok(),
         "still not so: {what}"
     );
+}
+
+/// The code of the error that a stream ends with.
+pub(crate) fn last_code(text: &str) -> String {
+    let last: Value = serde_json::from_str(events(text).last().unwrap()).unwrap();
+    for key in ["message", "type", "param", "code"] {
+        assert!(last["error"].get(key).is_some(), "{last}");
+    }
+    last["error"]["code"]
+        .as_str()
+        .unwrap_or_default()
+        .to_owned()
 }
 
 pub(crate) fn completion(stream: bool) -> Value {

@@ -34,6 +34,37 @@ async fn during_the_prefill() {
 }
 
 #[tokio::test]
+async fn while_the_reply_of_the_prefill_is_on_its_way() {
+    let (prefill, decode) = (Peer::start("p").await, Peer::start("d").await);
+    let gateway = Gateway::start(config(&[&prefill], &[&decode])).await;
+    prefill.script(Script::Halting);
+    prefill.hold_back();
+    let body = completion(true);
+    let head_has_come = async {
+        prefill.inner.arrived.notified().await;
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    };
+    tokio::select! {
+        _ = gateway.post("/v1/completions", &body) => panic!("nobody answers"),
+        () = head_has_come => {}
+    }
+    eventually("booked", async || {
+        gateway
+            .metric("colocate_gateway_requests_total", &["499"])
+            .await
+            == 1.0
+    })
+    .await;
+    prefill.let_pass(1);
+    eventually("its blocks are given back", async || {
+        prefill.released().len() == 1
+    })
+    .await;
+    gateway.settled().await;
+    assert!(decode.served().is_empty());
+}
+
+#[tokio::test]
 async fn before_the_first_token() {
     let (prefill, decode) = (Peer::start("p").await, Peer::start("d").await);
     let gateway = Gateway::start(config(&[&prefill], &[&decode])).await;

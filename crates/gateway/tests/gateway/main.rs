@@ -11,3 +11,4 @@ mod leaving;
 mod other_model;
 mod peer;
 mod pools;
+mod silence;

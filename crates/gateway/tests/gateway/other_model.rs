@@ -9,11 +9,12 @@ use experts::{
 use gateway::DecodePolicyName;
 use locality::{FitConfig, LocalityMap, MaskChoice, Transform};
 use protocol::handoff::Extras;
+use serde_json::json;
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
 
-use crate::harness::{Gateway, completion, config};
+use crate::harness::{Gateway, config};
 use crate::peer::Peer;
 
 /// The warnings of this thread.
@@ -53,7 +54,7 @@ impl Subscriber for Warnings {
 }
 
 /// Eight tokens that all chose the same two experts, from `first` on.
-fn counts(shape: ModelShape, first: u16) -> PromptCounts {
+pub(crate) fn counts(shape: ModelShape, first: u16) -> PromptCounts {
     let mut counts = ExpertCounts::zeros(shape);
     for layer in 0..shape.layers as usize {
         for _ in 0..8 {
@@ -102,8 +103,9 @@ async fn a_map_for_another_model_is_warned_of_once() {
         config.decode_policy = Some(DecodePolicyName::Locality);
         config.locality_map = Some(map(shape(2)));
         let gateway = Gateway::start(config).await;
+        let body = json!({"prompt": "one two three four five six seven eight", "max_tokens": 4});
         for _ in 0..3 {
-            let response = gateway.post("/v1/completions", &completion(false)).await;
+            let response = gateway.post("/v1/completions", &body).await;
             assert_eq!(response.status(), 200);
             let by_shape = response.headers()["x-colocate-reason"] == "counts_shape";
             assert_eq!(by_shape, expected == 1);

@@ -2,7 +2,7 @@
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use axum::Router;
@@ -32,8 +32,12 @@ pub(crate) enum Script {
     Break,
     /// With an error as the stream's first event.
     ErrorEvent(&'static str),
+    /// With an error after this many chunks, and no proper end.
+    ErrorAfter(usize, &'static str),
     /// Breaks the connection after this many chunks.
     BreakAfter(usize),
+    /// Breaks the connection after this many chunks and half of another.
+    BreakInside(usize),
     /// Ends the stream after this many chunks, without its proper end.
     EndAfter(usize),
     /// A prefill that finished with its first token.
@@ -50,6 +54,12 @@ pub(crate) enum Script {
     MiscountsAtOnce(u64),
     /// With something that is no JSON.
     Garbage,
+    /// A prefill whose parameters speak of this many tokens.
+    Claims(u64),
+    /// A prefill with the head of its reply at once and the rest at its pace.
+    Halting,
+    /// With a body that never ends, of this content type.
+    Endless(&'static str),
 }
 
 /// A request that a peer was sent.
@@ -67,6 +77,8 @@ pub(crate) struct Inner {
     pub(crate) transport: Option<&'static str>,
     pub(crate) script: Mutex<Script>,
     pub(crate) well: Mutex<bool>,
+    /// Whether its health probes go unanswered.
+    pub(crate) silent: AtomicBool,
     /// Whether it lists its models.
     pub(crate) lists: Mutex<bool>,
     pub(crate) seen: Mutex<Vec<Seen>>,
@@ -112,6 +124,7 @@ impl Peer {
             transport,
             script: Mutex::default(),
             well: Mutex::new(true),
+            silent: AtomicBool::new(false),
             lists: Mutex::new(true),
             seen: Mutex::default(),
             arrived: Notify::new(),
@@ -177,6 +190,11 @@ impl Peer {
             .collect()
     }
 
+    /// Leaves its health probes without an answer.
+    pub(crate) fn fall_silent(&self) {
+        self.inner.silent.store(true, Ordering::SeqCst);
+    }
+
     pub(crate) fn cancelled(&self) -> usize {
         self.inner.cancelled.load(Ordering::SeqCst)
     }
@@ -221,6 +239,9 @@ impl Drop for Watch {
 }
 
 async fn health(peer: State<Arc<Inner>>) -> Response {
+    if peer.silent.load(Ordering::SeqCst) {
+        futures::future::pending::<()>().await;
+    }
     let well = *peer.well.lock().unwrap();
     reply(if well { 200 } else { 503 }, &json!({}))
 }
@@ -270,6 +291,15 @@ fn error(status: u16, code: &str) -> Response {
     )
 }
 
+/// A body of comments without end.
+fn endless(content_type: &str) -> Response {
+    let pieces = futures::stream::repeat_with(|| Ok::<_, Infallible>(": x\n\n".repeat(100)));
+    Response::builder()
+        .header("content-type", content_type)
+        .body(Body::from_stream(pieces))
+        .unwrap()
+}
+
 /// A body that breaks the connection where it would go on.
 fn broken(start: Vec<String>) -> Response {
     let breaks = futures::stream::once(async {
@@ -305,6 +335,7 @@ async fn infer(State(peer): State<Arc<Inner>>, request: Request) -> Response {
         Script::Refuse(status, code) => return error(status, code),
         Script::Break => return broken(Vec::new()),
         Script::Garbage => return Response::new(Body::from("<html>")),
+        Script::Endless(content_type) => return endless(content_type),
         _ => {}
     }
     if is_prefill {
@@ -345,7 +376,7 @@ fn whole(seen: &Seen, text: &str, finish: &str, prompt_tokens: u64, tokens: usiz
     })
 }
 
-fn prefill(peer: &Inner, seen: &Seen, script: &Script) -> Response {
+fn prefill(peer: &Arc<Inner>, seen: &Seen, script: &Script) -> Response {
     let prompt_tokens = if let Script::Miscounts(tokens) = script {
         *tokens
     } else {
@@ -366,12 +397,30 @@ fn prefill(peer: &Inner, seen: &Seen, script: &Script) -> Response {
         if let Some(transport) = peer.transport {
             params["transport"] = json!(transport);
         }
+        if let Script::Claims(tokens) = script {
+            params["remote_num_tokens"] = json!(tokens);
+        }
         if let Some(extras) = peer.extras.lock().unwrap().clone() {
             params["colocate"] = extras;
         }
         value["kv_transfer_params"] = params;
     }
+    if *script == Script::Halting {
+        let (peer, text) = (Arc::clone(peer), value.to_string());
+        let rest = futures::stream::once(async move {
+            peer.pace.acquire().await.unwrap().forget();
+            Ok::<_, Infallible>(text)
+        });
+        // Blanks may stand before JSON.
+        let start = futures::stream::iter([Ok(" ".to_owned())]);
+        return Response::new(Body::from_stream(start.chain(rest)));
+    }
     reply(200, &value)
+}
+
+fn error_event(code: &str) -> String {
+    let error = json!({"message": "scripted", "type": "server_error", "param": null, "code": code});
+    format!("data: {}\n\n", json!({"error": error}))
 }
 
 fn decode(peer: &Arc<Inner>, seen: &Seen, script: &Script) -> Response {
@@ -406,11 +455,16 @@ fn decode(peer: &Arc<Inner>, seen: &Seen, script: &Script) -> Response {
     }
     events.push("data: [DONE]\n\n".to_owned());
     match script {
-        Script::ErrorEvent(code) => {
-            events = vec![format!(
-                "data: {}\n\n",
-                json!({"error": {"message": "scripted", "code": code}})
-            )]
+        Script::ErrorEvent(code) => events = vec![error_event(code)],
+        Script::ErrorAfter(chunks, code) => {
+            events.truncate(*chunks);
+            events.push(error_event(code));
+        }
+        Script::BreakInside(chunks) => {
+            events.truncate(*chunks + 1);
+            let half = events[*chunks].len() / 2;
+            events[*chunks].truncate(half);
+            return broken(events);
         }
         Script::BreakAfter(chunks) => return broken(events.into_iter().take(*chunks).collect()),
         Script::MiscountsAtOnce(_) => events = vec![events[0].clone(), events[1..].concat()],

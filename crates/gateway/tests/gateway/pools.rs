@@ -25,7 +25,8 @@ async fn models_are_those_that_both_sides_serve() {
 
 async fn refused(config: Config) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let error = gateway::serve(config, listener, futures::future::pending())
+    let ready = || panic!("it said that it serves");
+    let error = gateway::serve(config, listener, ready, futures::future::pending())
         .await
         .unwrap_err();
     assert!(
@@ -52,6 +53,7 @@ async fn embedded_and_other_workers_are_not_mixed() {
         "{message}"
     );
     refused(config(&[&embedded], &[&embedded, &vllm])).await;
+    refused(config(&[&embedded, &vllm], &[&vllm])).await;
     // A pool of the other kind alone is fine.
     let (one, two) = (
         Peer::custom("v1", "vllm", None).await,
