@@ -37,6 +37,12 @@ pub enum Presence {
     FairShare,
 }
 
+/// The most runs of K-means that a fit or a refit makes. Maps come from files, and a refit must end.
+pub const MAX_RESTARTS: usize = 100;
+
+/// The most iterations of one of them.
+pub const MAX_ITERATIONS: usize = 10_000;
+
 /// A fit's settings. [`Default`] is the paper's, for 8 workers.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FitConfig {
@@ -52,9 +58,9 @@ pub struct FitConfig {
     pub presence: Presence,
     /// Pairs of records that rho is computed over, `None` for all.
     pub pairs: Option<usize>,
-    /// K-means runs from different seedings, the best of which is kept; at least 1.
+    /// K-means runs from different seedings, the best of which is kept: from 1 to [`MAX_RESTARTS`].
     pub restarts: usize,
-    /// The most iterations of one K-means run.
+    /// The most iterations of one K-means run, at most [`MAX_ITERATIONS`].
     pub max_iterations: usize,
     /// Everything random follows from it: pairs and seedings.
     pub seed: u64,

@@ -21,7 +21,7 @@
 //! | `model` | the model's name |
 //! | `shape` | `{"layers","experts","top_k"}` |
 //! | `transform` | `count_idf`, `count`, `sqrt_count`, `gate_probability`, `gate_logit`, `binary` |
-//! | `clustering` | `balanced` or `plain`; with `restarts`, `max_iterations` and `seed` it repeats a refit |
+//! | `clustering` | `balanced` or `plain`; with `restarts` (at most 100), `max_iterations` (at most 10,000) and `seed` it repeats a refit |
 //! | `quality` | `rho`, `rho_all_layers`, `cluster_sizes`, `within_similarity`, `between_similarity` |
 //! | `checksum` | XXH3-64 in hex over this JSON with an empty `checksum`, then all tensors in the table's order, each as its length (u64, little-endian) and its bytes |
 
@@ -35,7 +35,7 @@ use xxhash_rust::xxh3::Xxh3Default;
 
 use crate::calibration::Calibration;
 use crate::config::Clustering;
-use crate::fit::{kept_shape, weights};
+use crate::fit::{FitError, check_work, kept_shape, weights};
 use crate::map::LocalityMap;
 use crate::panels::Panels;
 use crate::report::Quality;
@@ -90,6 +90,9 @@ pub enum MapError {
         /// What the data gives.
         got: String,
     },
+    /// A refit of it would do more than any fit does.
+    #[error("locality map: {0}")]
+    Work(FitError),
     /// The calibration counts cannot be read.
     #[error("calibration counts of the locality map: {0}")]
     Calibration(#[from] WireError),
@@ -198,6 +201,7 @@ impl LocalityMap {
             return Err(MapError::Newer { got: version });
         }
         let metadata: Metadata = serde_json::from_str(text)?;
+        check_work(metadata.restarts, metadata.max_iterations).map_err(MapError::Work)?;
         let tensors = SafeTensors::deserialize(bytes)?;
         Reader {
             tensors: &tensors,

@@ -7,7 +7,7 @@ use thiserror::Error;
 
 use crate::calibration::Calibration;
 use crate::cells;
-use crate::config::{FitConfig, MaskChoice};
+use crate::config::{FitConfig, MAX_ITERATIONS, MAX_RESTARTS, MaskChoice};
 use crate::dots::{PairDots, Source};
 use crate::idf::idf;
 use crate::kmeans::{self, Clusters, Points};
@@ -77,6 +77,16 @@ pub enum FitError {
         layers: u32,
         /// The mask that came.
         mask: Vec<u32>,
+    },
+    /// More work than a fit may make.
+    #[error("expected at most {limit} {what}, got {got}")]
+    Work {
+        /// `restarts` or `iterations`.
+        what: &'static str,
+        /// The most.
+        limit: usize,
+        /// What was asked for.
+        got: usize,
     },
     /// Too many pairs to hold in memory.
     #[error("expected at most {MAX_PAIRS} pairs, got {got}: sample fewer")]
@@ -231,6 +241,7 @@ fn check(
     config: &FitConfig,
 ) -> Result<(), FitError> {
     check_clusters(records.len(), config.clusters)?;
+    check_work(config.restarts, config.max_iterations)?;
     for (record, it) in records.iter().enumerate() {
         let wrong = |source| FitError::Record { record, source };
         shape.expect(it.shape()).map_err(wrong)?;
@@ -257,6 +268,19 @@ fn check(
         },
         None => Ok(()),
     }
+}
+
+/// Bounds what a fit, or a refit of the map that it gives, may take.
+pub(crate) fn check_work(restarts: usize, iterations: usize) -> Result<(), FitError> {
+    for (what, limit, got) in [
+        ("restarts", MAX_RESTARTS, restarts),
+        ("iterations", MAX_ITERATIONS, iterations),
+    ] {
+        if got > limit {
+            return Err(FitError::Work { what, limit, got });
+        }
+    }
+    Ok(())
 }
 
 fn check_clusters(records: usize, clusters: usize) -> Result<(), FitError> {

@@ -51,7 +51,7 @@ mod transform;
 
 pub use assign::{AssignError, Capacity, assign, match_rows};
 pub use band::Band;
-pub use config::{Clustering, FitConfig, MaskChoice, Presence};
+pub use config::{Clustering, FitConfig, MAX_ITERATIONS, MAX_RESTARTS, MaskChoice, Presence};
 pub use file::{MAP_VERSION, MapError};
 pub use fit::{FitError, MAX_PAIRS, fit};
 pub use map::{LocalityMap, MatchError, SignatureError};

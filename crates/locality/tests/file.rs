@@ -5,7 +5,7 @@ mod common;
 
 use common::calibration;
 use experts::ModelShape;
-use locality::{FitConfig, LocalityMap, MapError, fit};
+use locality::{FitConfig, FitError, LocalityMap, MAX_ITERATIONS, MAX_RESTARTS, MapError, fit};
 use proptest::prelude::*;
 
 fn bytes() -> Vec<u8> {
@@ -36,6 +36,57 @@ fn replaced(bytes: &[u8], from: &str, to: &str) -> Vec<u8> {
     let mut bytes = bytes.to_vec();
     bytes[at..at + to.len()].copy_from_slice(to.as_bytes());
     bytes
+}
+
+/// The same tensors under other metadata, as anyone can write them.
+fn forged(bytes: &[u8], from: &str, to: &str) -> Vec<u8> {
+    let (_, header) = safetensors::SafeTensors::read_metadata(bytes).unwrap();
+    let mut metadata = header.metadata().clone().unwrap();
+    let text = metadata.get_mut("colocate_locality_map").unwrap();
+    assert!(text.contains(from));
+    *text = text.replace(from, to);
+    let tensors = safetensors::SafeTensors::deserialize(bytes).unwrap();
+    safetensors::serialize(tensors.tensors(), Some(metadata)).unwrap()
+}
+
+#[test]
+fn a_map_cannot_ask_for_a_refit_without_end() {
+    let good = bytes();
+    for (from, to, expected) in [
+        (
+            "\"restarts\":4",
+            "\"restarts\":101",
+            "at most 100 restarts, got 101",
+        ),
+        (
+            "\"max_iterations\":100",
+            "\"max_iterations\":18446744073709551615",
+            "at most 10000 iterations",
+        ),
+    ] {
+        let error = LocalityMap::from_bytes(&forged(&good, from, to)).unwrap_err();
+        assert!(error.to_string().contains(expected), "{error}");
+    }
+    // What may be fitted may be read.
+    let shape = ModelShape {
+        layers: 1,
+        experts: 4,
+        top_k: 1,
+    };
+    let file = calibration(shape, 4, 2, 8, 1);
+    let mut config = FitConfig {
+        clusters: 2,
+        restarts: MAX_RESTARTS,
+        max_iterations: MAX_ITERATIONS,
+        ..FitConfig::default()
+    };
+    let map = fit(&file, &config, &mut |_| ()).unwrap().0;
+    LocalityMap::from_bytes(&map.to_bytes().unwrap()).unwrap();
+    config.restarts += 1;
+    assert!(matches!(
+        fit(&file, &config, &mut |_| ()),
+        Err(FitError::Work { .. })
+    ));
 }
 
 #[test]
