@@ -52,7 +52,6 @@ pub struct Tokenizer {
     vocab_size: usize,
     template: Option<ChatTemplate>,
     eos_token_id: Option<u32>,
-    bos_token_id: Option<u32>,
 }
 
 /// The bytes that each token stands for, of a tokenizer with a byte-level decoder.
@@ -148,7 +147,7 @@ impl Tokenizer {
             }
             None => None,
         };
-        let (eos_token_id, bos_token_id) = (id_of(&config.eos_token), id_of(&config.bos_token));
+        let eos_token_id = id_of(&config.eos_token);
         let template = match template_source(dir, &config_path, config.chat_template)? {
             Some((path, source)) => {
                 let tokens = [
@@ -173,7 +172,6 @@ impl Tokenizer {
             vocab_size,
             template,
             eos_token_id,
-            bos_token_id,
         })
     }
 
@@ -187,12 +185,6 @@ impl Tokenizer {
     #[must_use]
     pub fn eos_token_id(&self) -> Option<u32> {
         self.eos_token_id
-    }
-
-    /// The beginning-of-sequence token that tokenizer_config.json names.
-    #[must_use]
-    pub fn bos_token_id(&self) -> Option<u32> {
-        self.bos_token_id
     }
 
     /// Whether the token is special: left out of the text unless asked for.

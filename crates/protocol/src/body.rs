@@ -34,11 +34,6 @@ impl Body {
         &self.0
     }
 
-    /// The object itself.
-    pub fn into_map(self) -> Map<String, Value> {
-        self.0
-    }
-
     /// The request as JSON text.
     pub fn to_bytes(&self) -> Bytes {
         Bytes::from(self.to_string())

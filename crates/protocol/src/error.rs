@@ -42,11 +42,17 @@ impl ErrorKind {
     }
 }
 
-/// The longest message of a worker's error that is taken over, in characters.
+/// The longest message, in bytes: what it quotes came from elsewhere.
 const MAX_MESSAGE: usize = 4000;
 
-/// The longest type, code or field name of a worker's error that is taken over, in characters.
+/// The longest type, code or field name of a worker's error that is taken over, in bytes.
 const MAX_WORD: usize = 200;
+
+/// At most the first `longest` bytes of a text.
+fn cut(mut text: String, longest: usize) -> String {
+    text.truncate(text.floor_char_boundary(longest));
+    text
+}
 
 /// An error that a client gets to see.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -93,7 +99,7 @@ impl ApiError {
     fn new(status: StatusCode, kind: ErrorKind, message: impl Into<String>) -> Self {
         Self {
             status,
-            message: message.into(),
+            message: cut(message.into(), MAX_MESSAGE),
             kind,
             param: None,
             code: None,
@@ -265,7 +271,7 @@ impl ApiError {
         };
         let text = |key: &str, longest: usize| {
             let text = object.get(key).and_then(Value::as_str)?;
-            Some(text.chars().take(longest).collect::<String>())
+            Some(cut(text.to_owned(), longest))
         };
         Self {
             status,
@@ -356,8 +362,11 @@ mod tests {
     }
 
     #[test]
-    fn a_workers_words_are_bounded() {
-        let long = "x".repeat(1 << 20);
+    fn what_an_error_quotes_is_bounded() {
+        let long = "é".repeat(1 << 20);
+        for error in [ApiError::model_not_found(&long), ApiError::invalid(&long)] {
+            assert!(error.message.len() <= MAX_MESSAGE);
+        }
         let body = json!({"error": {"message": long, "type": long, "param": long, "code": long}});
         let error = ApiError::from_reply(StatusCode::BAD_GATEWAY, body.to_string().as_bytes());
         assert!(error.to_json().to_string().len() < 5000);

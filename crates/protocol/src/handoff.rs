@@ -20,6 +20,9 @@ pub use extras::{Extras, ExtrasError, Want};
 /// The field of requests and replies that carries the parameters.
 pub const KV_TRANSFER_PARAMS: &str = "kv_transfer_params";
 
+/// The longest name of an engine, a request or a host in the parameters of embedded workers, in bytes.
+pub const MAX_NAME_BYTES: usize = 256;
+
 /// The value of `transport` in the parameters of embedded workers.
 pub const TRANSPORT: &str = "colocate";
 
@@ -196,6 +199,18 @@ impl EmbeddedParams {
                     "`{KV_TRANSFER_PARAMS}` cannot be read: {error}"
                 ))
             })?;
+        for (key, name) in [
+            ("remote_engine_id", &read.remote_engine_id),
+            ("remote_request_id", &read.remote_request_id),
+            ("remote_host", &read.remote_host),
+        ] {
+            if name.len() > MAX_NAME_BYTES {
+                return Err(ApiError::kv_transfer_incompatible(format!(
+                    "expected `{key}` of at most {MAX_NAME_BYTES} bytes, got {}",
+                    name.len()
+                )));
+            }
+        }
         if read.transfer_mode != "pull" || read.tp_size != 1 {
             return Err(ApiError::kv_transfer_incompatible(format!(
                 "expected transfer_mode `pull` and tp_size 1, got `{}` and {}",
@@ -302,6 +317,9 @@ mod tests {
             ("tp_size", json!(2)),
             ("remote_request_id", json!(null)),
             ("remote_num_tokens", json!(-1)),
+            ("remote_engine_id", json!("x".repeat(MAX_NAME_BYTES + 1))),
+            ("remote_request_id", json!("x".repeat(1 << 20))),
+            ("remote_host", json!("x".repeat(1 << 20))),
         ] {
             let mut map = embedded().into_params(None).unwrap().as_map().clone();
             map.insert(key.into(), value.clone());

@@ -201,17 +201,6 @@ impl TransferParams {
     pub fn of_extras(extras: &Extras) -> Self {
         Self(Map::from_iter([(wire::KEY.to_owned(), extras.to_value())]))
     }
-
-    /// Takes this project's key out, and reads the prompt's expert counts from it. The key is gone also where it cannot be read.
-    ///
-    /// # Errors
-    /// Where the key holds something else than [`Extras`].
-    pub fn take_counts(&mut self) -> Result<Option<PromptCounts>, ExtrasError> {
-        match self.take_extras() {
-            Some(value) => Ok(Extras::read(&value)?.prompt_counts),
-            None => Ok(None),
-        }
-    }
 }
 
 #[cfg(test)]
@@ -255,20 +244,21 @@ mod tests {
     }
 
     #[test]
-    fn counts_are_taken_out() {
+    fn extras_are_taken_out() {
         let mut params = TransferParams::from(
             json!({"a": 1, "colocate": all().to_value(), "b": 2})
                 .as_object()
                 .unwrap()
                 .clone(),
         );
-        assert_eq!(params.take_counts().unwrap(), Some(some_counts(3)));
+        let taken = params.take_extras().unwrap();
+        assert_eq!(Extras::read(&taken).unwrap(), all());
         assert_eq!(Value::from(params.clone()).to_string(), r#"{"a":1,"b":2}"#);
-        assert_eq!(params.take_counts().unwrap(), None);
+        assert_eq!(params.take_extras(), None);
     }
 
     #[test]
-    fn foreign_values_are_errors_and_still_taken_out() {
+    fn foreign_values_are_errors() {
         for value in [
             json!(3),
             json!({"prompt_counts": 3}),
@@ -276,10 +266,7 @@ mod tests {
             json!({"gate_logits": "AAAA"}),
             json!({"prompt_counts": some_counts(3).encode(), "gate_logits": "AAAA"}),
         ] {
-            let mut params =
-                TransferParams::from(json!({ "colocate": value }).as_object().unwrap().clone());
-            assert!(params.take_counts().is_err());
-            assert!(params.as_map().is_empty());
+            assert!(Extras::read(&value).is_err(), "{value}");
         }
     }
 

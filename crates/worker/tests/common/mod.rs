@@ -263,7 +263,9 @@ pub fn decode_request(request: &Value, prefilled: &Value) -> Value {
 /// The prompt's expert counts in a reply.
 pub fn prompt_counts(reply: &Value) -> experts::PromptCounts {
     let mut params = protocol::TransferParams::of_reply(reply).unwrap();
-    params.take_counts().unwrap().unwrap()
+    let extras = params.take_extras().unwrap();
+    let extras = protocol::handoff::Extras::read(&extras).unwrap();
+    extras.prompt_counts.unwrap()
 }
 
 /// An address where nobody listens.
