@@ -141,7 +141,7 @@ async fn serve_http(
 }
 
 /// Everything a worker needs but its listeners.
-async fn load(config: Config, addresses: Bound) -> Result<App, ServeError> {
+pub(crate) async fn load(config: Config, addresses: Bound) -> Result<App, ServeError> {
     let (dir, engine_config) = (config.model_dir.clone(), config.engine);
     let options = LoadOptions {
         expert_padding: config.expert_padding,

@@ -111,6 +111,13 @@ async fn streams_say_what_whole_replies_say() {
             assert_eq!(json!(join("/token_ids")), choice["token_ids"]);
             assert_eq!(json!(join("/prompt_token_ids")), choice["prompt_token_ids"]);
             if choice["logprobs"].is_object() {
+                // The greedy choice is the likeliest: the same number in both lists, with the same digits.
+                let logprobs = &choice["logprobs"];
+                let token = logprobs["tokens"][0].as_str().unwrap();
+                assert_eq!(
+                    logprobs["top_logprobs"][0][token],
+                    logprobs["token_logprobs"][0]
+                );
                 for list in ["tokens", "token_logprobs", "top_logprobs", "text_offset"] {
                     assert_eq!(
                         json!(join(&format!("/logprobs/{list}"))),
@@ -369,6 +376,21 @@ async fn errors_have_openais_shape() {
 async fn models_health_and_request_ids() {
     let worker = Worker::start(Role::Both).await;
     let models: Value = serde_json::from_str(&worker.get("/v1/models").await.1).unwrap();
+    let (status, card) = worker.get("/v1/models/m").await;
+    let card: Value = serde_json::from_str(&card).unwrap();
+    assert_eq!((status, &card), (200, &models["data"][0]));
+    let (status, error) = worker.get("/v1/models/other/name").await;
+    let error: Value = serde_json::from_str(&error).unwrap();
+    assert_eq!(
+        (status, &error["error"]["code"]),
+        (404, &json!("model_not_found"))
+    );
+    assert!(
+        error["error"]["message"]
+            .as_str()
+            .unwrap()
+            .contains("`other/name`")
+    );
     assert_eq!(
         (&models["object"], &models["data"][0]["id"]),
         (&json!("list"), &json!("m"))

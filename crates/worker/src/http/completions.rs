@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use engine::TokenLogprobs;
 use protocol::response::{Completion, CompletionChoice, CompletionLogprobs, Usage};
-use serde_json::Map;
+use serde_json::{Map, Value};
 
 use super::generation::Piece;
 use super::job::{Done, Input};
@@ -72,9 +72,10 @@ fn render_logprobs(
         let mut top = Map::new();
         // OpenAI's list has the chosen token too, be it likely or not.
         for (id, logprob) in &logprobs.top {
-            top.insert(text.piece(*id).0, (*logprob).into());
+            top.insert(text.piece(*id).0, plain(*logprob));
         }
-        top.entry(piece.clone()).or_insert(logprobs.chosen.into());
+        top.entry(piece.clone())
+            .or_insert_with(|| plain(logprobs.chosen));
         out.text_offset.push(*offset);
         out.token_logprobs.push(Some(logprobs.chosen));
         out.top_logprobs.push(Some(top));
@@ -82,6 +83,12 @@ fn render_logprobs(
         out.tokens.push(piece);
     }
     out
+}
+
+/// A number as short as it is elsewhere in a reply: a JSON value would hold, and write out, all digits of its f64.
+fn plain(number: f32) -> Value {
+    let shortest = number.to_string().parse();
+    shortest.unwrap_or_else(|_| f64::from(number)).into()
 }
 
 /// The chunks of a stream.

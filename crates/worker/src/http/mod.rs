@@ -14,7 +14,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use axum::Router;
 use axum::body::{Body as HttpBody, Bytes};
-use axum::extract::{DefaultBodyLimit, FromRequest as _, Request, State};
+use axum::extract::{DefaultBodyLimit, FromRequest as _, Path, Request, State};
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, Uri, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -28,6 +28,7 @@ use crate::config::Config;
 use crate::engine_thread::EngineHandle;
 use crate::metrics::Metrics;
 use crate::text::Text;
+use generation::Generation;
 use job::Job;
 use params::Api;
 use stream::Tally;
@@ -67,6 +68,11 @@ impl App {
         }
     }
 
+    fn model_card(&self) -> ModelCard {
+        let context = u32::try_from(self.max_sequence).unwrap_or(u32::MAX);
+        ModelCard::new(self.model_name.clone(), self.started, context)
+    }
+
     fn is_healthy(&self) -> bool {
         self.engine.is_alive() && !self.closing.load(Ordering::Acquire)
     }
@@ -93,6 +99,8 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/v1/completions", post(completions))
         .route("/v1/chat/completions", post(chat_completions))
         .route("/v1/models", get(models))
+        // A model's name may hold slashes.
+        .route("/v1/models/{*id}", get(model))
         .route("/health", get(health))
         .route("/metrics", get(metrics))
         .route("/colocate/release", post(release))
@@ -153,14 +161,14 @@ async fn answer(
     if !job.params.stream {
         let mut done = job.finish(app).await?;
         let held = done.held.take();
-        let reply = match api {
-            Api::Completions => json(&completions::reply(app, head, done)),
-            Api::Chat => json(&chat::reply(app, head, done)),
+        let text = match api {
+            Api::Completions => json_text(&completions::reply(app, head, done)),
+            Api::Chat => json_text(&chat::reply(app, head, done)),
         }?;
-        if let Some(held) = held {
-            held.handed_over();
-        }
-        return Ok(reply);
+        return Ok(match held {
+            Some(held) => handing_over(text, held),
+            None => json_response(text),
+        });
     }
     let prompt_tokens = job
         .inputs
@@ -191,10 +199,34 @@ async fn answer(
     Ok((headers, events).into_response())
 }
 
+/// A reply that names held blocks. They are the peer's from when its body is taken to be sent; a reply that nobody takes any more, because its
+/// client has gone, frees them.
+fn handing_over(text: String, held: Generation) -> Response {
+    let headers = [
+        (
+            header::CONTENT_TYPE,
+            HeaderValue::from_static("application/json"),
+        ),
+        (header::CONTENT_LENGTH, HeaderValue::from(text.len())),
+    ];
+    let body = futures::stream::once(async move {
+        held.handed_over();
+        Ok::<_, std::convert::Infallible>(Bytes::from(text))
+    });
+    (headers, HttpBody::from_stream(body)).into_response()
+}
+
 async fn models(State(app): State<Arc<App>>) -> Response {
-    let context = u32::try_from(app.max_sequence).unwrap_or(u32::MAX);
-    let card = ModelCard::new(app.model_name.clone(), app.started, context);
-    json(&ModelList::new(vec![card])).unwrap_or_else(|error| error_response(&error))
+    json(&ModelList::new(vec![app.model_card()])).unwrap_or_else(|error| error_response(&error))
+}
+
+async fn model(State(app): State<Arc<App>>, Path(id): Path<String>) -> Response {
+    let card = if id == app.model_name {
+        json(&app.model_card())
+    } else {
+        Err(ApiError::model_not_found(&id))
+    };
+    card.unwrap_or_else(|error| error_response(&error))
 }
 
 async fn health(State(app): State<Arc<App>>) -> Response {
@@ -255,11 +287,55 @@ fn request_id(headers: &HeaderMap) -> String {
 }
 
 fn json(reply: &impl Serialize) -> Result<Response, ApiError> {
-    let text = serde_json::to_string(reply)
-        .map_err(|error| ApiError::internal(format!("cannot write a reply: {error}")))?;
-    Ok(([(header::CONTENT_TYPE, "application/json")], text).into_response())
+    json_text(reply).map(json_response)
+}
+
+fn json_text(reply: &impl Serialize) -> Result<String, ApiError> {
+    serde_json::to_string(reply)
+        .map_err(|error| ApiError::internal(format!("cannot write a reply: {error}")))
+}
+
+fn json_response(text: String) -> Response {
+    ([(header::CONTENT_TYPE, "application/json")], text).into_response()
 }
 
 fn error_response(error: &ApiError) -> Response {
     error.to_http().map(HttpBody::from)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::serve::{Bound, load};
+
+    #[tokio::test]
+    async fn blocks_are_handed_over_by_a_reply_that_is_sent() {
+        let dir = tempfile::tempdir().unwrap();
+        let shape = engine::testing::RandomModel::default();
+        engine::testing::write_random_checkpoint(dir.path(), &shape, 7).unwrap();
+        let nowhere = ([127, 0, 0, 1], 1).into();
+        let bound = Bound {
+            http: nowhere,
+            transfer: nowhere,
+        };
+        let app = Arc::new(load(Config::new(dir.path()), bound).await.unwrap());
+        let client = Body::parse(br#"{"prompt":"hello","max_tokens":5}"#).unwrap();
+        let body = protocol::handoff::prefill_body(&client).to_bytes();
+        let held = async || app.engine.usage().await.unwrap().held;
+        for sent in [false, true] {
+            let request = Request::new(HttpBody::from(body.clone()));
+            let reply = serve(app.clone(), request, Api::Completions).await;
+            assert_eq!(reply.status(), StatusCode::OK);
+            assert_eq!(held().await, 1);
+            if sent {
+                let text = axum::body::to_bytes(reply.into_body(), MAX_BODY).await;
+                assert!(text.unwrap().starts_with(b"{\"id\""));
+            } else {
+                drop(reply);
+            }
+            assert_eq!(held().await, usize::from(sent), "sent: {sent}");
+        }
+        app.engine.stop();
+    }
 }

@@ -29,7 +29,7 @@ pub const HEADER_BYTES: usize = 20;
 pub const SMALL: usize = 4096;
 
 /// The longest name (of an engine, of a request) in a frame.
-const MAX_NAME: usize = 256;
+const MAX_NAME: usize = protocol::handoff::MAX_NAME_BYTES;
 
 /// What a frame is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
