@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use axum::body::Body as HttpBody;
-use axum::extract::{Request, State};
+use axum::extract::{Path, Request, State};
 use axum::middleware::{self, Next};
 use axum::response::Response;
 use axum::routing::{get, post};
@@ -12,11 +12,14 @@ use axum::{Extension, Router};
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE, HeaderValue};
 use http::{HeaderMap, StatusCode};
 use protocol::{ApiError, REQUEST_ID_HEADER};
+use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::account::Account;
 use crate::call::{Call, Route, passed_on, read_body};
 use crate::errors::{full, no_worker, respond, too_large, too_slow, wrong_method};
+use crate::placement::Recent;
+use crate::policies::MapNote;
 use crate::registry::{Pool, Side};
 use crate::server::App;
 use crate::upstream::Reply;
@@ -32,6 +35,8 @@ pub(crate) fn router(app: &Arc<App>) -> Router {
         .route("/v1/completions", post(completions))
         .route("/v1/chat/completions", post(chat))
         .route("/v1/models", get(models))
+        // A model's name may hold slashes.
+        .route("/v1/models/{*id}", get(model))
         .route("/health", get(health))
         .route("/metrics", get(metrics))
         .route("/colocate/workers", get(workers))
@@ -97,31 +102,58 @@ async fn admit(app: &App, route: Route, id: &str, request: Request) -> Result<Ca
     Call::read(route, id, &parts.headers, &bytes)
 }
 
-/// The models that a prefill and a decode worker both serve, as the decode workers describe them.
 async fn models(app: State<Arc<App>>, id: Extension<RequestId>, headers: HeaderMap) -> Response {
+    let served = async {
+        let data = served(&app, &passed_on(&headers, &id.0.0)).await?;
+        Ok(json!({"object": "list", "data": data}))
+    };
+    about_models(&app, served).await
+}
+
+async fn model(
+    app: State<Arc<App>>,
+    id: Extension<RequestId>,
+    Path(name): Path<String>,
+    headers: HeaderMap,
+) -> Response {
+    let named = async {
+        let served = served(&app, &passed_on(&headers, &id.0.0)).await?;
+        let mut named = served.into_iter();
+        named
+            .find(|model| model_id(model) == Some(&name))
+            .ok_or_else(|| ApiError::model_not_found(&name))
+    };
+    about_models(&app, named).await
+}
+
+/// Answers a question about models, and books it.
+async fn about_models(
+    app: &App,
+    answer: impl Future<Output = Result<Value, ApiError>>,
+) -> Response {
     let mut account = Account::open(&app.metrics, "/v1/models");
-    let headers = passed_on(&headers, &id.0.0);
-    let result = async {
-        let prefill = models_of(&app, Side::Prefill, &headers).await?;
-        let decode = models_of(&app, Side::Decode, &headers).await?;
-        let served: BTreeSet<&str> = prefill.iter().filter_map(model_id).collect();
-        let mut named = BTreeSet::new();
-        let both = decode.iter().filter(|model| {
-            model_id(model).is_some_and(|id| served.contains(id) && named.insert(id.to_owned()))
-        });
-        Ok::<_, ApiError>(json!({"object": "list", "data": both.collect::<Vec<_>>()}))
-    }
-    .await;
-    match result {
-        Ok(list) => {
+    match answer.await {
+        Ok(answer) => {
             account.close(200);
-            json_response(StatusCode::OK, &list)
+            json_response(StatusCode::OK, &answer)
         }
         Err(error) => {
             account.close(error.status.as_u16());
             respond(&error)
         }
     }
+}
+
+/// The models that a prefill and a decode worker both serve, as the decode workers describe them.
+async fn served(app: &App, headers: &HeaderMap) -> Result<Vec<Value>, ApiError> {
+    let prefill = models_of(app, Side::Prefill, headers).await?;
+    let mut decode = models_of(app, Side::Decode, headers).await?;
+    let served: BTreeSet<&str> = prefill.iter().filter_map(model_id).collect();
+    let mut named = BTreeSet::new();
+    decode.retain(|model| {
+        model_id(model).is_some_and(|id| served.contains(id) && named.insert(id.to_owned()))
+    });
+    Ok(decode)
 }
 
 fn model_id(model: &Value) -> Option<&str> {
@@ -165,24 +197,43 @@ async fn models_of(app: &App, side: Side, headers: &HeaderMap) -> Result<Vec<Val
     if answered { Ok(models) } else { Err(refused) }
 }
 
+/// What `/health` says. Written as it is, not by way of a JSON value, in which an f32 gets the digits of an f64.
+#[derive(Serialize)]
+struct Health<'a> {
+    status: &'static str,
+    prefill_policy: &'static str,
+    decode_policy: &'static str,
+    locality_map: Option<&'a MapNote>,
+    prefill: Vec<Value>,
+    decode: Vec<Value>,
+}
+
+/// What `/colocate/workers` says.
+#[derive(Serialize)]
+struct Workers {
+    prefill: Vec<Value>,
+    decode: Vec<Value>,
+    recent_decisions: Vec<Recent>,
+}
+
 /// 200 while a request could be served: at least one worker of each side is up.
 async fn health(app: State<Arc<App>>) -> Response {
     let able = app.placement.prefill.any_healthy() && app.placement.decode.any_healthy();
-    let (status, word) = if able {
+    let (code, status) = if able {
         (StatusCode::OK, "ok")
     } else {
         (StatusCode::SERVICE_UNAVAILABLE, "unavailable")
     };
     let (prefill_policy, decode_policy) = app.placement.policy_names();
-    let body = json!({
-        "status": word,
-        "prefill_policy": prefill_policy,
-        "decode_policy": decode_policy,
-        "locality_map": app.map,
-        "prefill": list(&app.placement.prefill),
-        "decode": list(&app.placement.decode),
-    });
-    json_response(status, &body)
+    let body = Health {
+        status,
+        prefill_policy,
+        decode_policy,
+        locality_map: app.map.as_ref(),
+        prefill: list(&app.placement.prefill),
+        decode: list(&app.placement.decode),
+    };
+    json_response(code, &body)
 }
 
 fn list(pool: &Pool) -> Vec<Value> {
@@ -206,11 +257,11 @@ fn list(pool: &Pool) -> Vec<Value> {
 
 /// Loads, health and the last decode decisions, for an operator.
 async fn workers(app: State<Arc<App>>) -> Response {
-    let body = json!({
-        "prefill": list(&app.placement.prefill),
-        "decode": list(&app.placement.decode),
-        "recent_decisions": app.placement.recent(),
-    });
+    let body = Workers {
+        prefill: list(&app.placement.prefill),
+        decode: list(&app.placement.decode),
+        recent_decisions: app.placement.recent(),
+    };
     json_response(StatusCode::OK, &body)
 }
 
@@ -243,8 +294,16 @@ async fn not_allowed(app: State<Arc<App>>, request: Request) -> Response {
     respond(&wrong_method(request.method(), request.uri().path()))
 }
 
-fn json_response(status: StatusCode, body: &Value) -> Response {
-    let mut response = Response::new(HttpBody::from(body.to_string()));
+fn json_response(status: StatusCode, body: &impl Serialize) -> Response {
+    let text = match serde_json::to_string(body) {
+        Ok(text) => text,
+        Err(error) => {
+            return respond(&ApiError::internal(format!(
+                "cannot write a reply: {error}"
+            )));
+        }
+    };
+    let mut response = Response::new(HttpBody::from(text));
     *response.status_mut() = status;
     response
         .headers_mut()

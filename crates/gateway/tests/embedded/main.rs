@@ -200,6 +200,7 @@ async fn a_map_for_another_number_of_workers_is_refitted() {
         ),
         (&json!(2), &json!(4))
     );
+    assert_eq!(health["locality_map"]["tau"], json!(0.1));
     let response = gateway
         .post("/v1/completions", &completion("fn main() {}", false))
         .await;

@@ -21,6 +21,14 @@ async fn models_are_those_that_both_sides_serve() {
         models,
         json!({"object": "list", "data": [{"id": "m", "object": "model", "created": 1, "owned_by": "colocate"}]})
     );
+    let (status, model) = gateway.get("/v1/models/m").await;
+    assert_eq!((status, &model), (200, &models["data"][0]));
+    for unknown in ["only-p", "a/b", "m/"] {
+        let (status, error) = gateway.get(&format!("/v1/models/{unknown}")).await;
+        assert_eq!(status, 404, "{unknown}");
+        assert_eq!(error["error"]["code"], "model_not_found");
+        assert_eq!(error["error"]["param"], "model");
+    }
 }
 
 async fn refused(config: Config) -> String {
