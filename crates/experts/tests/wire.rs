@@ -269,3 +269,39 @@ fn gate_values_travel_too() {
         Err(WireError::NotFinite { index: 1, .. })
     ));
 }
+
+/// The fixture that the Python package reads and writes too: one line each of text and counts.
+/// `COLOCATE_WRITE_FIXTURES=1` writes it anew.
+#[test]
+fn the_fixture_shared_with_python_holds() {
+    let small = ModelShape {
+        layers: 3,
+        experts: 8,
+        top_k: 2,
+    };
+    let even = prompt(small, 21, |_, _| 1.0);
+    let steep = prompt(LARGE, 500, |l, e| 0.7f64.powi(((e + l) % 128) as i32));
+    let sparse = prompt(LARGE, 3, |l, e| f64::from(u8::from((e + l) % 16 == 0)));
+    let part = PromptCounts::new(even.counts().clone(), 40).unwrap();
+    let lines: Vec<String> = [even, steep, sparse, part]
+        .iter()
+        .map(|counts| {
+            let cells: Vec<String> = counts
+                .counts()
+                .as_slice()
+                .iter()
+                .map(u32::to_string)
+                .collect();
+            format!("{} {}\n", wire::encode(counts), cells.join(","))
+        })
+        .collect();
+    let path = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../python/colocate-vllm/tests/wire_golden.txt"
+    );
+    if std::env::var_os("COLOCATE_WRITE_FIXTURES").is_some() {
+        std::fs::write(path, lines.concat()).unwrap();
+    }
+    let golden = std::fs::read_to_string(path).unwrap();
+    assert_eq!(golden, lines.concat());
+}
