@@ -11,7 +11,8 @@
 //!
 //! Between the two, [`Held`] stands for the blocks that the prefill worker keeps: whatever path drops it unused gives them
 //! back, also when the client leaves. A prefill runs in a task of its own, so that also a reply that is on its way when the
-//! client leaves becomes [`Held`].
+//! client leaves becomes [`Held`]. A prefill whose reply never came may have been answered all the same: an embedded worker is
+//! told to forget it, by the name that it was given.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -21,7 +22,10 @@ use bytes::{Bytes, BytesMut};
 use experts::PromptCounts;
 use futures::StreamExt;
 use http::HeaderMap;
-use protocol::handoff::{Extras, KV_TRANSFER_PARAMS, Transport, decode_body, prefill_body};
+use http::header::HeaderValue;
+use protocol::handoff::{
+    Extras, HANDOFF, HANDOFF_HEADER, KV_TRANSFER_PARAMS, Transport, decode_body, prefill_body,
+};
 use protocol::{ApiError, TransferParams};
 use routing::DecodeReason;
 use serde_json::{Map, Value};
@@ -135,27 +139,29 @@ impl Drop for Held {
         let app = Arc::clone(&self.app);
         let worker = Arc::clone(&self.worker);
         let headers = std::mem::take(&mut self.headers);
-        let mut body = Map::new();
-        body.insert(
-            KV_TRANSFER_PARAMS.to_owned(),
-            std::mem::take(&mut self.params).into(),
-        );
+        let params: Value = std::mem::take(&mut self.params).into();
         runtime.spawn(async move {
-            let body = Bytes::from(Value::Object(body).to_string());
-            let limit = app.timeouts.probe;
-            let given = app
-                .upstream
-                .post_whole(&worker, "/colocate/release", &headers, body, limit)
-                .await;
-            // The lease ends in any case.
-            if let Err(failure) = given {
-                tracing::debug!(
-                    worker = worker.name,
-                    "blocks not given back: {}",
-                    failure.to_api_error(&worker)
-                );
-            }
+            give_back(&app, &worker, &headers, KV_TRANSFER_PARAMS, params).await;
         });
+    }
+}
+
+/// Tells an embedded prefill worker to free blocks, which are named by a field of the request.
+async fn give_back(app: &App, worker: &Worker, headers: &HeaderMap, field: &str, named: Value) {
+    let body = Map::from_iter([(field.to_owned(), named)]);
+    let body = Bytes::from(Value::Object(body).to_string());
+    let limit = app.timeouts.probe;
+    let given = app
+        .upstream
+        .post_whole(worker, "/colocate/release", headers, body, limit)
+        .await;
+    // The lease ends in any case.
+    if let Err(failure) = given {
+        tracing::debug!(
+            worker = worker.name,
+            "blocks not given back: {}",
+            failure.to_api_error(worker)
+        );
     }
 }
 
@@ -194,31 +200,71 @@ async fn prefill_on(
     body: Bytes,
 ) -> Result<Prefilled, Failure> {
     let left = CancellationToken::new();
-    let task = {
-        let (app, left) = (Arc::clone(app), left.clone());
-        let (path, headers) = (call.route.path(), call.headers.clone());
-        async move {
-            let reply = within_life(&guard, app.timeouts.prefill, async {
-                let response = tokio::select! {
-                    biased;
-                    response = app.upstream.post(&guard, path, &headers, body) => response?,
-                    () = left.cancelled() => {
-                        // Nobody hears it.
-                        return Err(Failure::Transport("the client left".to_owned()));
-                    }
-                };
-                app.upstream.whole(response).await
-            });
-            let reply = reply.await?;
-            read_prefill(&app, headers, &guard, reply)
-        }
+    let leg = Leg {
+        app: Arc::clone(app),
+        guard,
+        path: call.route.path(),
+        headers: call.headers.clone(),
+        left: left.clone(),
     };
     let _left = left.drop_guard();
-    tokio::spawn(task).await.unwrap_or_else(|error| {
+    tokio::spawn(leg.run(body)).await.unwrap_or_else(|error| {
         Err(Failure::Transport(format!(
             "the prefill ended badly: {error}"
         )))
     })
+}
+
+/// A prefill on one worker.
+struct Leg {
+    app: Arc<App>,
+    guard: InFlight,
+    path: &'static str,
+    headers: HeaderMap,
+    /// The client has left.
+    left: CancellationToken,
+}
+
+impl Leg {
+    async fn run(self, body: Bytes) -> Result<Prefilled, Failure> {
+        let name = uuid::Uuid::new_v4().to_string();
+        match self.reply(&name, body).await {
+            Ok(reply) => read_prefill(&self.app, self.headers, &self.guard, reply),
+            Err(failure) => {
+                // It may be answering, or have answered, and does not know that nobody listens.
+                let in_doubt = !matches!(failure, Failure::Connect { .. } | Failure::BadReply(_));
+                if in_doubt && self.guard.kind() == Some(Kind::Embedded) {
+                    let (app, worker) = (self.app, Arc::clone(self.guard.worker()));
+                    // Whoever waits for the failure need not wait for this.
+                    tokio::spawn(async move {
+                        give_back(&app, &worker, &self.headers, HANDOFF, name.into()).await;
+                    });
+                }
+                Err(failure)
+            }
+        }
+    }
+
+    /// The worker's reply to a prefill of this name.
+    async fn reply(&self, name: &str, body: Bytes) -> Result<Reply, Failure> {
+        let mut headers = self.headers.clone();
+        if let Ok(name) = HeaderValue::from_str(name) {
+            headers.insert(HANDOFF_HEADER, name);
+        }
+        let upstream = &self.app.upstream;
+        within_life(&self.guard, self.app.timeouts.prefill, async {
+            let response = tokio::select! {
+                biased;
+                response = upstream.post(&self.guard, self.path, &headers, body) => response?,
+                // Nobody hears it.
+                () = self.left.cancelled() => {
+                    return Err(Failure::Transport("the client left".to_owned()));
+                }
+            };
+            upstream.whole(response).await
+        })
+        .await
+    }
 }
 
 /// Makes sense of a prefill worker's reply.

@@ -20,6 +20,13 @@ pub use extras::{Extras, ExtrasError, Want};
 /// The field of requests and replies that carries the parameters.
 pub const KV_TRANSFER_PARAMS: &str = "kv_transfer_params";
 
+/// Name of the request header that gives a prefill a name of its sender's choice, unique among all. With it, in the field [`HANDOFF`] of a
+/// body for `/colocate/release`, an embedded worker is told to forget a prefill whose reply has not come, and which it may have answered already.
+pub const HANDOFF_HEADER: http::HeaderName = http::HeaderName::from_static("x-colocate-handoff");
+
+/// See [`HANDOFF_HEADER`].
+pub const HANDOFF: &str = "handoff";
+
 /// The longest name of an engine, a request or a host in the parameters of embedded workers, in bytes.
 pub const MAX_NAME_BYTES: usize = 256;
 

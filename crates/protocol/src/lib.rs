@@ -26,7 +26,16 @@ pub const MAX_REQUEST_ID_BYTES: usize = 256;
 
 /// The request id in `headers`, where there is a usable one: visible ASCII, 1 to [`MAX_REQUEST_ID_BYTES`] bytes.
 pub fn request_id(headers: &http::HeaderMap) -> Option<&str> {
-    let text = headers.get(&REQUEST_ID_HEADER)?.to_str().ok()?;
+    id(headers, &REQUEST_ID_HEADER)
+}
+
+/// The name of a handoff in `headers`, see [`handoff::HANDOFF_HEADER`], where there is a usable one: as for [`request_id`].
+pub fn handoff_id(headers: &http::HeaderMap) -> Option<&str> {
+    id(headers, &handoff::HANDOFF_HEADER)
+}
+
+fn id<'a>(headers: &'a http::HeaderMap, name: &http::HeaderName) -> Option<&'a str> {
+    let text = headers.get(name)?.to_str().ok()?;
     let usable = (1..=MAX_REQUEST_ID_BYTES).contains(&text.len())
         && text.bytes().all(|byte| byte.is_ascii_graphic());
     usable.then_some(text)

@@ -1,17 +1,32 @@
 //! Leases on blocks that are held for a peer.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use engine::RequestId;
 
-/// What is known of held blocks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Lease {
+/// A prompt whose blocks are held, or will be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct HeldPrompt {
     /// Names the prompt.
-    pub(crate) prompt_digest: u128,
+    pub(crate) digest: u128,
     /// Its length.
-    pub(crate) prompt_tokens: u32,
+    pub(crate) tokens: u32,
+    /// The handoff's name, where its sender gave it one.
+    pub(crate) handoff: Option<Arc<str>>,
+}
+
+impl HeldPrompt {
+    /// Whether this is the handoff's name.
+    pub(crate) fn is_of(&self, handoff: &str) -> bool {
+        self.handoff.as_deref() == Some(handoff)
+    }
+}
+
+#[derive(Debug)]
+struct Lease {
+    prompt: HeldPrompt,
     expires: Instant,
 }
 
@@ -35,29 +50,24 @@ impl Leases {
     }
 
     /// The request's blocks are held from `now` on.
-    pub(crate) fn begin(
-        &mut self,
-        id: RequestId,
-        prompt_digest: u128,
-        prompt_tokens: u32,
-        now: Instant,
-    ) {
-        let lease = Lease {
-            prompt_digest,
-            prompt_tokens,
-            expires: now + self.length,
-        };
-        self.leases.insert(id, lease);
+    pub(crate) fn begin(&mut self, id: RequestId, prompt: HeldPrompt, now: Instant) {
+        let expires = now + self.length;
+        self.leases.insert(id, Lease { prompt, expires });
     }
 
-    /// The lease of a request.
-    pub(crate) fn get(&self, id: RequestId) -> Option<Lease> {
-        self.leases.get(&id).copied()
+    /// What is held for a request.
+    pub(crate) fn get(&self, id: RequestId) -> Option<&HeldPrompt> {
+        self.leases.get(&id).map(|lease| &lease.prompt)
     }
 
-    /// Ends a lease, if there is one.
-    pub(crate) fn end(&mut self, id: RequestId) -> Option<Lease> {
-        self.leases.remove(&id)
+    /// All that is held.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (RequestId, &HeldPrompt)> {
+        self.leases.iter().map(|(&id, lease)| (id, &lease.prompt))
+    }
+
+    /// Ends a lease. True if there was one.
+    pub(crate) fn end(&mut self, id: RequestId) -> bool {
+        self.leases.remove(&id).is_some()
     }
 
     /// When the next one ends by itself.
@@ -81,11 +91,19 @@ impl Leases {
 mod tests {
     use super::*;
 
+    fn prompt(tokens: u32) -> HeldPrompt {
+        HeldPrompt {
+            digest: 7,
+            tokens,
+            handoff: None,
+        }
+    }
+
     #[test]
     fn the_longest_lease_is_no_panic() {
         let start = Instant::now();
         let mut leases = Leases::new(Duration::from_secs(u64::MAX));
-        leases.begin(RequestId(1), 7, 3, start);
+        leases.begin(RequestId(1), prompt(3), start);
         assert_eq!(leases.next_expiry(), Some(start + LONGEST));
         assert!(leases.expired(start).is_empty());
     }
@@ -96,17 +114,17 @@ mod tests {
         let start = Instant::now();
         let mut leases = Leases::new(10 * second);
         assert_eq!(leases.next_expiry(), None);
-        leases.begin(RequestId(1), 7, 3, start);
-        leases.begin(RequestId(2), 8, 4, start + second);
-        leases.begin(RequestId(3), 9, 5, start + 2 * second);
+        leases.begin(RequestId(1), prompt(3), start);
+        leases.begin(RequestId(2), prompt(4), start + second);
+        leases.begin(RequestId(3), prompt(5), start + 2 * second);
         assert_eq!(
-            leases.get(RequestId(2)).map(|lease| lease.prompt_tokens),
+            leases.get(RequestId(2)).map(|prompt| prompt.tokens),
             Some(4)
         );
         assert_eq!(leases.next_expiry(), Some(start + 10 * second));
         assert!(leases.expired(start + 9 * second).is_empty());
-        assert!(leases.end(RequestId(2)).is_some());
-        assert!(leases.end(RequestId(2)).is_none());
+        assert!(leases.end(RequestId(2)));
+        assert!(!leases.end(RequestId(2)));
         assert_eq!(
             leases.expired(start + 12 * second),
             [RequestId(1), RequestId(3)]

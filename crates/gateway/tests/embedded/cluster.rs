@@ -20,10 +20,13 @@ pub(crate) struct Worker {
     pub(crate) addr: SocketAddr,
     client: reqwest::Client,
     runtime: Option<Runtime>,
+    /// While it hangs; dropped, it wakes up.
+    hanging: Option<std::sync::mpsc::Sender<()>>,
 }
 
 impl Drop for Worker {
     fn drop(&mut self) {
+        self.wake();
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
@@ -35,6 +38,8 @@ impl Worker {
         let mut config = worker::Config::new(dir.path());
         config.served_model_name = Some("random".to_owned());
         config.role = role;
+        // No block is freed by the end of its lease here.
+        config.lease = Duration::from_secs(3600);
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .enable_all()
@@ -54,10 +59,11 @@ impl Worker {
             addr: bound.await.unwrap().http,
             client: client(),
             runtime: Some(runtime),
+            hanging: None,
         }
     }
 
-    fn url(&self) -> gateway::Url {
+    pub(crate) fn url(&self) -> gateway::Url {
         format!("http://{}", self.addr).parse().unwrap()
     }
 
@@ -69,6 +75,20 @@ impl Worker {
         let response = request.send().await.unwrap();
         assert_eq!(response.status(), 200);
         response.text().await.unwrap()
+    }
+
+    /// Stops answering, as a process does that is stopped by a signal: its one thread for HTTP blocks, and its port is open.
+    pub(crate) fn hang(&mut self) {
+        let (hanging, wakes) = std::sync::mpsc::channel::<()>();
+        self.hanging = Some(hanging);
+        let runtime = self.runtime.as_ref().unwrap();
+        runtime.spawn(async move {
+            let _ = wakes.recv();
+        });
+    }
+
+    pub(crate) fn wake(&mut self) {
+        self.hanging = None;
     }
 
     pub(crate) fn stop(&mut self) {
@@ -154,7 +174,7 @@ impl Cluster {
 
     /// Waits until no worker runs, holds or references anything.
     pub(crate) async fn settled(&self) {
-        for worker in self.decode.iter().chain([&self.prefill]) {
+        for worker in self.decode.iter().chain([&self.prefill, &self.alone]) {
             for name in [
                 "colocate_requests_running",
                 "colocate_requests_waiting",

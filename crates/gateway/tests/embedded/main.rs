@@ -7,10 +7,11 @@ mod cluster;
 
 use std::time::Duration;
 
+use bytes::Bytes;
 use cluster::{Cluster, Worker, eventually, text_of};
 use experts::{CalibrationFile, CalibrationHeader, CalibrationRecord};
 use futures::StreamExt;
-use gateway::DecodePolicyName;
+use gateway::{DecodePolicyName, PrefillPolicyName};
 use locality::{FitConfig, LocalityMap, MaskChoice, Transform};
 use protocol::handoff::Extras;
 use serde_json::{Value, json};
@@ -225,11 +226,77 @@ async fn a_client_that_leaves_is_forgotten_everywhere() {
     gateway.settled().await;
     cluster.settled().await;
     // And one that leaves at any moment before.
-    for wait in [0, 1, 3, 10, 30] {
+    for wait in 0..400 {
+        body["prompt"] = json!(format!("Client {wait} asks for a story."));
         let _ = tokio::time::timeout(
-            Duration::from_millis(wait),
+            Duration::from_micros(wait * 30),
             gateway.post("/v1/completions", &body),
         )
+        .await;
+    }
+    gateway.settled().await;
+    cluster.settled().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_that_hangs_does_not_take_its_requests_with_it() {
+    let mut cluster = Cluster::start(2).await;
+    let reserve = cluster.alone.url();
+    let gateway = cluster
+        .gateway(|config| {
+            config.prefill.push(reserve);
+            config.prefill_policy = PrefillPolicyName::RoundRobin;
+            config.decode_policy = Some(DecodePolicyName::RoundRobin);
+            config.timeouts.probe = Duration::from_millis(300);
+        })
+        .await;
+    let body = completion("Hello there", false);
+    let expected = text_of(&cluster.alone.post("/v1/completions", &body).await);
+    // In the middle of a stream.
+    let mut long = completion("Tell me a long story.", true);
+    long["max_tokens"] = json!(3000);
+    let response = gateway.post("/v1/completions", &long).await;
+    assert_eq!(
+        response.headers()["x-colocate-decode"],
+        cluster.decode[0].url().as_str().trim_end_matches('/')
+    );
+    let mut pieces = response.bytes_stream();
+    pieces.next().await.unwrap().unwrap();
+    cluster.decode[0].hang();
+    let mut last = Bytes::new();
+    while let Some(piece) = pieces.next().await {
+        last = piece.unwrap();
+    }
+    assert!(
+        last.ends_with(b"\"code\":\"worker_down\"}}\n\n"),
+        "{last:?}"
+    );
+    cluster.decode[0].wake();
+    gateway.settled().await;
+    eventually("it is up again", async || {
+        let (_, health) = gateway.get("/health").await;
+        health["decode"][0]["healthy"] == json!(true)
+    })
+    .await;
+    // Before the first byte, at either worker: round-robin comes by the one that hangs.
+    for stream in [false, true] {
+        cluster.decode[0].hang();
+        cluster.prefill.hang();
+        for _ in 0..2 {
+            let response = gateway
+                .post("/v1/completions", &completion("Hello there", stream))
+                .await;
+            assert_eq!(response.status(), 200);
+            assert_eq!(text_of(&response.text().await.unwrap()), expected);
+        }
+        cluster.decode[0].wake();
+        cluster.prefill.wake();
+        eventually("both are up again", async || {
+            let (_, health) = gateway.get("/health").await;
+            [&health["prefill"][0], &health["decode"][0]]
+                .iter()
+                .all(|worker| worker["healthy"] == json!(true))
+        })
         .await;
     }
     gateway.settled().await;

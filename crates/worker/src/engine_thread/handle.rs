@@ -32,6 +32,8 @@ pub(crate) struct Work {
     pub(crate) sampling: SamplingParams,
     pub(crate) record: Recording,
     pub(crate) hold_blocks: bool,
+    /// The name of the handoff that blocks are held for.
+    pub(crate) handoff: Option<Arc<str>>,
     pub(crate) prefilled: Option<(PinGuard, Vec<u8>)>,
 }
 
@@ -72,6 +74,7 @@ impl EngineHandle {
         // A thread that is gone drops the sender, which the receiver sees.
         self.send(Command::Submit {
             request,
+            handoff: work.handoff,
             events: sender,
         });
         Running {
@@ -111,6 +114,13 @@ impl EngineHandle {
             reply,
         });
         answer.await.unwrap_or_else(|_| Err(gone()))
+    }
+
+    /// Ends the request of a handoff, running or held, whose sender has given it up.
+    pub(crate) fn forget(&self, handoff: &str) {
+        self.send(Command::Forget {
+            handoff: handoff.to_owned(),
+        });
     }
 
     /// What the engine is busy with.

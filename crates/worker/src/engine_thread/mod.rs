@@ -25,6 +25,8 @@ enum Command {
     /// Take a request in. Everything about it goes to `events`.
     Submit {
         request: Request,
+        /// The name of the handoff that it is for.
+        handoff: Option<Arc<str>>,
         events: mpsc::UnboundedSender<Event>,
     },
     /// End a request, wherever it is, also when its blocks are held.
@@ -45,6 +47,11 @@ enum Command {
     Release {
         request_id: String,
         reply: oneshot::Sender<Result<(), Failure>>,
+    },
+    /// End the request of a handoff, as [`Command::Abort`] does; what there is not is no error.
+    Forget {
+        /// The name that its sender gave it.
+        handoff: String,
     },
     /// Say what the engine is busy with.
     Usage(oneshot::Sender<Usage>),

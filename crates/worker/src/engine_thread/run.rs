@@ -1,6 +1,7 @@
 //! What the thread does all day.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
@@ -8,7 +9,7 @@ use engine::{Engine, FinishReason, RequestId, Step};
 use tokio::sync::mpsc;
 
 use super::{Command, Event};
-use crate::lease::{Lease, Leases};
+use crate::lease::{HeldPrompt, Leases};
 use crate::metrics::{Metrics, ReleaseCause};
 use crate::transfer::server::refuse;
 use crate::transfer::wire::{Failure, Pull, Refusal, prompt_digest};
@@ -37,7 +38,7 @@ struct State<'a> {
     metrics: &'a Metrics,
     streams: HashMap<RequestId, mpsc::UnboundedSender<Event>>,
     /// What prompts will be held once their requests end.
-    prompts: HashMap<RequestId, (u128, u32)>,
+    prompts: HashMap<RequestId, HeldPrompt>,
     leases: Leases,
     /// The last step could compute nothing: all work waits for blocks that only a command or an expiry can free.
     stuck: bool,
@@ -78,7 +79,11 @@ impl State<'_> {
         self.stuck = false;
         // A reply that nobody waits for any more is dropped, except for pins, which would be lost.
         match command {
-            Command::Submit { request, events } => self.submit(request, events),
+            Command::Submit {
+                request,
+                handoff,
+                events,
+            } => self.submit(request, handoff, events),
             Command::Abort(id) => self.abort(id),
             Command::Pin { tokens, reply } => {
                 let pinned = self.engine.pin_prefix(&tokens);
@@ -93,6 +98,7 @@ impl State<'_> {
             Command::Release { request_id, reply } => {
                 let _ = reply.send(self.release(&request_id));
             }
+            Command::Forget { handoff } => self.forget(&handoff),
             Command::Usage(reply) => {
                 let _ = reply.send(self.engine.usage());
             }
@@ -101,11 +107,18 @@ impl State<'_> {
         true
     }
 
-    fn submit(&mut self, request: engine::Request, events: mpsc::UnboundedSender<Event>) {
+    fn submit(
+        &mut self,
+        request: engine::Request,
+        handoff: Option<Arc<str>>,
+        events: mpsc::UnboundedSender<Event>,
+    ) {
         let id = request.id;
-        let held_prompt = request
-            .hold_blocks
-            .then(|| (prompt_digest(&request.prompt), request.prompt.len() as u32));
+        let held_prompt = request.hold_blocks.then(|| HeldPrompt {
+            digest: prompt_digest(&request.prompt),
+            tokens: request.prompt.len() as u32,
+            handoff,
+        });
         match self.engine.add(request) {
             Ok(()) => {
                 if events.send(Event::Admitted).is_err() {
@@ -125,19 +138,31 @@ impl State<'_> {
         self.engine.abort(id);
         self.streams.remove(&id);
         self.prompts.remove(&id);
-        if self.leases.end(id).is_some() {
+        if self.leases.end(id) {
             self.metrics.released(ReleaseCause::Aborted);
         }
     }
 
+    /// Ends what a handoff's sender has given up, be it done already or not.
+    fn forget(&mut self, handoff: &str) {
+        let running = self.prompts.iter().map(|(&id, prompt)| (id, prompt));
+        let named = running
+            .chain(self.leases.iter())
+            .find(|(_, prompt)| prompt.is_of(handoff))
+            .map(|(id, _)| id);
+        if let Some(id) = named {
+            self.abort(id);
+        }
+    }
+
     fn read_held(&self, pull: &Pull) -> Result<Vec<u8>, Failure> {
-        let (id, lease) = self.find(&pull.ticket.request_id)?;
-        if (lease.prompt_digest, lease.prompt_tokens) != (pull.prompt_digest, pull.prompt_tokens) {
+        let (id, prompt) = self.find(&pull.ticket.request_id)?;
+        if (prompt.digest, prompt.tokens) != (pull.prompt_digest, pull.prompt_tokens) {
             return Err(refuse(
                 Refusal::Prompt,
                 format!(
                     "expected the prompt that was prefilled, of {} tokens, got another one, of {}",
-                    lease.prompt_tokens, pull.prompt_tokens
+                    prompt.tokens, pull.prompt_tokens
                 ),
             ));
         }
@@ -154,7 +179,7 @@ impl State<'_> {
         Ok(())
     }
 
-    fn find(&self, request_id: &str) -> Result<(RequestId, Lease), Failure> {
+    fn find(&self, request_id: &str) -> Result<(RequestId, &HeldPrompt), Failure> {
         let not_held = || {
             refuse(
                 Refusal::NotHeld,
@@ -166,7 +191,7 @@ impl State<'_> {
         let id = request_id.parse().map(RequestId).map_err(|_| not_held())?;
         self.leases
             .get(id)
-            .map(|lease| (id, lease))
+            .map(|prompt| (id, prompt))
             .ok_or_else(not_held)
     }
 
@@ -190,10 +215,9 @@ impl State<'_> {
         for token in step.tokens {
             let (id, finish) = (token.id, token.finish);
             if finish == Some(FinishReason::Length)
-                && let Some((prompt_digest, prompt_tokens)) = self.prompts.remove(&id)
+                && let Some(prompt) = self.prompts.remove(&id)
             {
-                self.leases
-                    .begin(id, prompt_digest, prompt_tokens, Instant::now());
+                self.leases.begin(id, prompt, Instant::now());
                 self.metrics.held();
             }
             let sent = self

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use protocol::handoff::{EmbeddedParams, Extras, KV_TRANSFER_PARAMS, TRANSPORT, Want};
+use protocol::handoff::{EmbeddedParams, Extras, HANDOFF, KV_TRANSFER_PARAMS, TRANSPORT, Want};
 use protocol::{ApiError, Body, TransferParams};
 
 use super::App;
@@ -131,12 +131,16 @@ pub(super) async fn receive(
     }
 }
 
-/// Frees what a request's `kv_transfer_params` name, if this run of this worker gave them.
+/// Frees what a request's `kv_transfer_params` name, if this run of this worker gave them, or what its `handoff` names.
 ///
 /// # Errors
-/// 400 where they are missing or damaged.
+/// 400 where both are missing, or damaged.
 pub(super) async fn release(app: &App, request: axum::extract::Request) -> Result<(), ApiError> {
     let body = super::read(request).await?;
+    if let Some(name) = body.str(HANDOFF)? {
+        app.engine.forget(name);
+        return Ok(());
+    }
     let params = TransferParams::of_request(&body)?.ok_or_else(|| {
         ApiError::invalid_param(
             KV_TRANSFER_PARAMS,

@@ -38,7 +38,8 @@ pub(super) struct Job {
 }
 
 impl Job {
-    /// Reads a request, brings its blocks over if they are elsewhere, and has the engine take it in.
+    /// Reads a request, brings its blocks over if they are elsewhere, and has the engine take it in. If its blocks are to be held, `name` is
+    /// what the handoff is called.
     ///
     /// # Errors
     /// Whatever is wrong with the request. Blocks that another worker holds for it are freed then.
@@ -46,6 +47,7 @@ impl Job {
         app: &Arc<App>,
         body: &Body,
         api: Api,
+        name: Option<Arc<str>>,
         arrival: Instant,
     ) -> Result<Self, ApiError> {
         let handoff = Handoff::read(app, body)?;
@@ -89,6 +91,7 @@ impl Job {
                     sampling,
                     record,
                     hold_blocks: sends,
+                    handoff: name.clone().filter(|_| sends),
                     // The first completion brings the blocks in; the others find them.
                     prefilled: prefilled.take(),
                 });

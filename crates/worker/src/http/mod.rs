@@ -156,8 +156,9 @@ async fn answer(
     api: Api,
     arrival: Instant,
 ) -> Result<Response, ApiError> {
+    let name = protocol::handoff_id(request.headers()).map(Arc::from);
     let body = read(request).await?;
-    let job = Job::start(app, &body, api, arrival).await?;
+    let job = Job::start(app, &body, api, name, arrival).await?;
     if !job.params.stream {
         let mut done = job.finish(app).await?;
         let held = done.held.take();
@@ -258,8 +259,8 @@ async fn metrics(State(app): State<Arc<App>>) -> Response {
     }
 }
 
-/// Frees the blocks of a handoff that will not happen, named by the parameters that this worker gave for it. What it does not hold (any more) is
-/// no error: the caller need not know who was faster.
+/// Frees the blocks of a handoff that will not happen, named by the parameters that this worker gave for it, or by its sender's name for it where
+/// no parameters have come. What this worker does not hold (any more) is no error: the caller need not know who was faster.
 async fn release(State(app): State<Arc<App>>, request: Request) -> Response {
     match handoff::release(&app, request).await {
         Ok(()) => json(&serde_json::json!({})).unwrap_or_else(|error| error_response(&error)),
