@@ -6,7 +6,7 @@ use anyhow::Result;
 use futures::future::try_join_all;
 
 use crate::{
-    front::BandArgs,
+    front::LocalityArgs,
     process::{WorkerProcess, WorkerSpec, stop_all},
 };
 
@@ -23,7 +23,7 @@ pub(crate) struct ClusterArgs {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) expert_padding: u16,
     #[command(flatten)]
-    pub(crate) band: BandArgs,
+    pub(crate) locality: LocalityArgs,
     /// Seed of everything that is drawn
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,

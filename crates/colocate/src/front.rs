@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
-use gateway::{Config, GatewayError, Url};
+use gateway::{Config, GatewayError, LocalityConfig, Url};
 use locality::{Band, LocalityMap};
 use routing::DecodePolicyName;
 use tokio::{net::TcpListener, sync::oneshot, task::JoinHandle, time::timeout};
@@ -14,24 +14,40 @@ use crate::output::BadUsage;
 /// How long a gateway may take to end.
 const STOP_LIMIT: Duration = Duration::from_secs(5);
 
-/// How wide the locality band is.
+/// How the locality policy weighs similarity against load.
 #[derive(Debug, Clone, Copy, clap::Args)]
-pub(crate) struct BandArgs {
+pub(crate) struct LocalityArgs {
     /// Width of the locality band: decode workers whose similarity is within this of the best are candidates
     #[arg(long, default_value_t = 0.1, value_parser = tau)]
     tau: f32,
     /// Let the second nearest decode worker in too when the band has only one
     #[arg(long)]
     widen_single_band: bool,
+    /// Pass over decode workers that have more than this multiple of the mean load [default: no bound]
+    #[arg(long, value_name = "FACTOR", value_parser = max_load)]
+    max_load: Option<f64>,
 }
 
-impl BandArgs {
-    /// The band.
-    pub(crate) fn band(self) -> Band {
-        Band {
-            tau: self.tau,
-            widen_single: self.widen_single_band,
+impl LocalityArgs {
+    /// The policy's configuration.
+    pub(crate) fn config(self) -> LocalityConfig {
+        LocalityConfig {
+            band: Band {
+                tau: self.tau,
+                widen_single: self.widen_single_band,
+            },
+            max_load: self.max_load,
+            ..LocalityConfig::default()
         }
+    }
+}
+
+fn max_load(text: &str) -> Result<f64, String> {
+    let factor: f64 = text.parse().map_err(|_| "expected a number".to_owned())?;
+    if factor >= 1.0 && factor.is_finite() {
+        Ok(factor)
+    } else {
+        Err("expected a number of 1 or more".into())
     }
 }
 
@@ -53,8 +69,8 @@ pub(crate) struct Front {
     pub(crate) decode: Vec<String>,
     /// The map for the `locality` policy.
     pub(crate) map: Option<LocalityMap>,
-    /// The locality band.
-    pub(crate) band: Band,
+    /// How the locality policy weighs similarity against load.
+    pub(crate) locality: LocalityConfig,
     /// Seed of policies that draw.
     pub(crate) seed: u64,
 }
@@ -69,7 +85,7 @@ impl Front {
         } else {
             None
         };
-        config.locality.band = self.band;
+        config.locality = self.locality;
         config.seed = self.seed;
         Ok(config)
     }

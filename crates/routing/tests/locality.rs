@@ -74,6 +74,18 @@ fn policy(tau: f32, widen_single: bool) -> Locality {
     Locality::new(MAP.clone(), 4, config).unwrap()
 }
 
+fn bounded(tau: f32, max_load: f64) -> Locality {
+    let config = LocalityConfig {
+        band: Band {
+            tau,
+            widen_single: false,
+        },
+        max_load: Some(max_load),
+        ..LocalityConfig::default()
+    };
+    Locality::new(MAP.clone(), 4, config).unwrap()
+}
+
 fn complete(domain: u16, seed: u64) -> PromptCounts {
     PromptCounts::complete(prompt(domain, seed)).unwrap()
 }
@@ -214,6 +226,48 @@ fn options_have_ranges() {
 }
 
 #[test]
+fn a_load_factor_is_one_or_more() {
+    for factor in [0.99, -1.0, f64::NAN, f64::INFINITY] {
+        let config = LocalityConfig {
+            max_load: Some(factor),
+            ..LocalityConfig::default()
+        };
+        let message = Locality::new(MAP.clone(), 4, config)
+            .unwrap_err()
+            .to_string();
+        assert_eq!(
+            message,
+            format!("max_load is {factor}, expected a number in 1..")
+        );
+    }
+}
+
+#[test]
+fn a_full_worker_is_passed_over_and_said_so() {
+    let counts = complete(0, 7);
+    let home = policy(0.1, false)
+        .choose(&facts(&counts), &IDLE)
+        .unwrap()
+        .worker;
+    // Five requests on each of the others: with 7 or 8 at home the bound is ceil(1.25 * 23 / 4) = ceil(1.25 * 24 / 4) = 8.
+    for (at_home, stays) in [(5, true), (7, true), (8, false)] {
+        let mut workers = [WorkerFacts::new(5); 4];
+        workers[home].in_flight = at_home;
+        let decision = bounded(0.1, 1.25)
+            .choose(&facts(&counts), &workers)
+            .unwrap();
+        assert_eq!(decision.worker == home, stays, "{at_home} at home");
+        assert_eq!(
+            decision.reason == DecodeReason::NearestFull,
+            !stays,
+            "{at_home} at home"
+        );
+    }
+    assert_eq!(DecodeReason::NearestFull.as_str(), "nearest_full");
+    assert!(!DecodeReason::NearestFull.is_fallback());
+}
+
+#[test]
 fn a_band_of_one_widens_to_the_second_nearest_on_request() {
     let counts = complete(0, 7);
     let alone = policy(0.1, false).choose(&facts(&counts), &IDLE).unwrap();
@@ -281,5 +335,22 @@ proptest! {
         let idlest = policy(1.0, false).choose(&facts(&counts), &workers).unwrap();
         prop_assert_eq!(&idlest.band, &able);
         prop_assert!(able.iter().all(|&other| workers[idlest.worker].in_flight <= workers[other].in_flight));
+    }
+
+    #[test]
+    fn no_full_worker_is_chosen_and_an_unreachable_bound_changes_nothing(
+        workers in workers(), domain in 0u16..4, seed: u64, tau in 0f32..=1.0, factor in 1f64..3.0,
+    ) {
+        let counts = complete(domain, seed);
+        let able: Vec<WorkerFacts> = workers.iter().copied().filter(WorkerFacts::eligible).collect();
+        prop_assume!(!able.is_empty());
+        let requests: u32 = able.iter().map(|worker| worker.in_flight).sum();
+        let capacity = (factor * f64::from(requests + 1) / able.len() as f64).ceil();
+        let decision = bounded(tau, factor).choose(&facts(&counts), &workers).unwrap();
+        prop_assert!(f64::from(workers[decision.worker].in_flight) < capacity);
+        prop_assert_eq!(
+            bounded(tau, 1e9).choose(&facts(&counts), &workers),
+            policy(tau, false).choose(&facts(&counts), &workers)
+        );
     }
 }

@@ -9,7 +9,7 @@ use routing::{DecodePolicyName, PrefillPolicyName};
 use serde_json::json;
 
 use crate::{
-    front::{BandArgs, Gateway},
+    front::{Gateway, LocalityArgs},
     maps,
     output::{self, BadUsage, Verdict},
     stop,
@@ -35,7 +35,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "NAME", default_value_t = PrefillPolicyName::PrefixHash)]
     prefill_policy: PrefillPolicyName,
     #[command(flatten)]
-    band: BandArgs,
+    locality: LocalityArgs,
     /// Address to listen on
     #[arg(long, default_value = "127.0.0.1")]
     host: String,
@@ -74,7 +74,7 @@ pub(crate) async fn run(args: Args) -> Result<Verdict> {
     config.prefill_policy = args.prefill_policy;
     config.decode_policy = Some(policy);
     config.locality_map = map;
-    config.locality.band = args.band.band();
+    config.locality = args.locality.config();
     config.seed = args.seed;
     config.decision_headers = !args.no_decision_headers;
     let address = format!("{}:{}", args.host, args.port);

@@ -73,7 +73,7 @@ async fn serve(args: &Args, model: &std::path::Path, cluster: &Cluster) -> Resul
         prefill: vec![cluster.prefill.url().to_owned()],
         decode: cluster.decode_urls(),
         map,
-        band: args.cluster.band.band(),
+        locality: args.cluster.locality.config(),
         seed: args.cluster.seed,
     };
     let address = format!("{}:{}", args.host, args.port);

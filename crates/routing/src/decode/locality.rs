@@ -15,6 +15,9 @@ pub struct LocalityConfig {
     pub band: Band,
     /// Least part of the prompt's tokens that counts must cover to be used, 0 to 1.
     pub min_coverage: f64,
+    /// Most load of a worker as a multiple (1 or more) of the mean over the eligible ones, this request included; `None`
+    /// for no bound, as in the paper.
+    pub max_load: Option<f64>,
 }
 
 impl Default for LocalityConfig {
@@ -22,6 +25,7 @@ impl Default for LocalityConfig {
         Self {
             band: Band::default(),
             min_coverage: 0.5,
+            max_load: None,
         }
     }
 }
@@ -29,7 +33,13 @@ impl Default for LocalityConfig {
 /// The least loaded worker among those whose centroid is about as similar to the request's signature as the nearest.
 ///
 /// `s_k = centroid_k . signature`, band = `{ k : s_k >= max_k s_k - tau }` over the eligible workers, then the least load
-/// in the band; ties go to the higher similarity, then to the lower index. Counts that are missing, of another shape, or
+/// in the band; ties go to the higher similarity, then to the lower index.
+///
+/// With [`LocalityConfig::max_load`] a full worker leaves before the band is drawn: one that already has
+/// `ceil(max_load (requests + 1) / workers)` of the eligible workers' requests (consistent hashing with bounded loads,
+/// arXiv 1608.01350). At a factor of 1 or more there is always one that is not full.
+///
+/// Counts that are missing, of another shape, or
 /// that cover less than [`LocalityConfig::min_coverage`] of the prompt make the request go to the least loaded worker,
 /// with the reason in the decision.
 #[derive(Debug)]
@@ -46,7 +56,8 @@ impl Locality {
     /// The policy over `workers` decode workers, where centroid `k` of the map belongs to worker `k`.
     ///
     /// # Errors
-    /// A map with another number of centroids, or of gate values; `tau` or `min_coverage` outside 0 to 1.
+    /// A map with another number of centroids, or of gate values; `tau` or `min_coverage` outside 0 to 1; `max_load` below 1
+    /// or not finite.
     pub fn new(
         map: LocalityMap,
         workers: usize,
@@ -74,6 +85,15 @@ impl Locality {
                     range: "0..=1",
                 });
             }
+        }
+        if let Some(factor) = config.max_load
+            && !(factor >= 1.0 && factor.is_finite())
+        {
+            return Err(PolicyError::Option {
+                name: "max_load",
+                value: factor.to_string(),
+                range: "1..",
+            });
         }
         Ok(Self {
             map,
@@ -114,8 +134,23 @@ impl Locality {
         Ok(similarities)
     }
 
-    /// The eligible workers in the band of the most similar eligible one, ascending.
-    fn band(&mut self, similarities: &[f32], workers: &[WorkerFacts]) -> Vec<usize> {
+    /// The load at which a worker is full.
+    fn capacity(&self, workers: &[WorkerFacts]) -> f64 {
+        let Some(factor) = self.config.max_load else {
+            return f64::INFINITY;
+        };
+        let eligible = || workers.iter().filter(|worker| worker.eligible());
+        let requests: f64 = eligible().map(|worker| f64::from(worker.in_flight)).sum();
+        (factor * (requests + 1.0) / eligible().count().max(1) as f64).ceil()
+    }
+
+    /// The eligible workers with room in the band of the most similar one of them, ascending.
+    fn band(
+        &mut self,
+        similarities: &[f32],
+        workers: &[WorkerFacts],
+        has_room: impl Fn(&WorkerFacts) -> bool,
+    ) -> Vec<usize> {
         self.able.clear();
         self.able.extend(
             similarities
@@ -123,7 +158,7 @@ impl Locality {
                 .zip(workers)
                 .map(|(&similarity, worker)| {
                     // A cosine that rounding lifted over one must not keep a similarity of zero out of the widest band.
-                    if worker.eligible() {
+                    if has_room(worker) {
                         similarity.min(1.0)
                     } else {
                         f32::NEG_INFINITY
@@ -157,17 +192,26 @@ impl DecodePolicy for Locality {
                 });
             }
         };
-        let band = self.band(&similarities, workers);
+        let capacity = self.capacity(workers);
+        let has_room =
+            |worker: &WorkerFacts| worker.eligible() && f64::from(worker.in_flight) < capacity;
+        let band = self.band(&similarities, workers, has_room);
         let worker = band.iter().copied().min_by(|&a, &b| {
             let by_load = workers[a].in_flight.cmp(&workers[b].in_flight);
             by_load
                 .then(similarities[b].total_cmp(&similarities[a]))
                 .then(a.cmp(&b))
         })?;
-        let reason = if band.len() == 1 {
-            DecodeReason::Nearest
-        } else {
-            DecodeReason::Band
+        let nearer_is_full = similarities
+            .iter()
+            .zip(workers)
+            .any(|(&similarity, other)| {
+                other.eligible() && !has_room(other) && similarity > similarities[worker]
+            });
+        let reason = match band.len() {
+            _ if nearer_is_full => DecodeReason::NearestFull,
+            1 => DecodeReason::Nearest,
+            _ => DecodeReason::Band,
         };
         Some(DecodeDecision {
             similarities,

@@ -48,6 +48,8 @@ pub enum DecodeReason {
     Band,
     /// The only worker in the similarity band.
     Nearest,
+    /// A nearer worker has as many requests as it may have: the best of the others.
+    NearestFull,
     /// The prefill worker sent no expert counts: least loaded.
     CountsMissing,
     /// The counts cover too few of the prompt's tokens: least loaded.
@@ -74,6 +76,7 @@ impl DecodeReason {
             Self::DomainMissing => "domain_missing",
             Self::Band => "band",
             Self::Nearest => "nearest",
+            Self::NearestFull => "nearest_full",
             Self::CountsMissing => "counts_missing",
             Self::CountsIncomplete => "counts_incomplete",
             Self::CountsShape => "counts_shape",

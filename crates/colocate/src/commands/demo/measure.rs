@@ -1,7 +1,8 @@
 //! One round of one policy: a gateway of its own, the plan's requests, what came of them.
 
 use anyhow::{Context, Result};
-use locality::{Band, LocalityMap};
+use gateway::LocalityConfig;
+use locality::LocalityMap;
 use routing::DecodePolicyName;
 use workload::{LatencySummary, RequestTiming};
 
@@ -25,7 +26,7 @@ impl Bench {
     pub(super) async fn new(
         cluster: &Cluster,
         map: LocalityMap,
-        band: Band,
+        locality: LocalityConfig,
         seed: u64,
     ) -> Result<Self> {
         let decode = futures::future::try_join_all(
@@ -39,7 +40,7 @@ impl Bench {
             prefill: vec![cluster.prefill.url().to_owned()],
             decode: cluster.decode_urls(),
             map: Some(map),
-            band,
+            locality,
             seed,
         };
         Ok(Self { decode, front })

@@ -271,7 +271,7 @@ impl Demo<'_> {
         let bench = Bench::new(
             &self.cluster,
             fitted.map,
-            self.args.cluster.band.band(),
+            self.args.cluster.locality.config(),
             self.args.cluster.seed,
         )
         .await?;
