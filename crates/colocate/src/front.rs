@@ -18,14 +18,17 @@ const STOP_LIMIT: Duration = Duration::from_secs(5);
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub(crate) struct LocalityArgs {
     /// Width of the locality band: decode workers whose similarity is within this of the best are candidates
-    #[arg(long, default_value_t = 0.1, value_parser = tau)]
+    #[arg(long, default_value_t = 0.1, allow_negative_numbers = true, value_parser = tau)]
     tau: f32,
     /// Let the second nearest decode worker in too when the band has only one
     #[arg(long)]
     widen_single_band: bool,
     /// Pass over decode workers that have more than this multiple of the mean load [default: no bound]
-    #[arg(long, value_name = "FACTOR", value_parser = max_load)]
+    #[arg(long, value_name = "FACTOR", allow_negative_numbers = true, value_parser = max_load)]
     max_load: Option<f64>,
+    /// Least part of a prompt's tokens that its expert counts must cover to be used, from 0 to 1
+    #[arg(long, value_name = "PART", default_value_t = 0.5, allow_negative_numbers = true, value_parser = coverage)]
+    min_coverage: f64,
 }
 
 impl LocalityArgs {
@@ -37,8 +40,17 @@ impl LocalityArgs {
                 widen_single: self.widen_single_band,
             },
             max_load: self.max_load,
-            ..LocalityConfig::default()
+            min_coverage: self.min_coverage,
         }
+    }
+}
+
+fn coverage(text: &str) -> Result<f64, String> {
+    let part: f64 = text.parse().map_err(|_| "expected a number".to_owned())?;
+    if (0.0..=1.0).contains(&part) {
+        Ok(part)
+    } else {
+        Err("expected a number from 0 to 1".into())
     }
 }
 

@@ -24,6 +24,28 @@ fn bad_usage_exits_with_2() {
         (&["demo", "--decode-workers", "0"], "--decode-workers"),
         (&["demo", "--expert-padding", "0"], "--expert-padding"),
         (&["demo", "--tau", "2"], "--tau"),
+        (&["demo", "--tau", "-1"], "expected a number from 0 to 1"),
+        (
+            &["demo", "--max-load", "-1"],
+            "expected a number of 1 or more",
+        ),
+        (
+            &["up", "--max-load", "inf"],
+            "expected a number of 1 or more",
+        ),
+        (
+            &["demo", "--min-coverage", "2"],
+            "expected a number from 0 to 1",
+        ),
+        (
+            &["serve", "--probe-timeout", "0"],
+            "expected seconds from 0.001",
+        ),
+        (
+            &["serve", "--drain-timeout", "-1"],
+            "expected seconds from 0.001",
+        ),
+        (&["serve", "--max-in-flight", "0"], "--max-in-flight"),
         (&["demo", "--model", "/nowhere"], "expected a model folder"),
         (&["up", "--model", "/nowhere"], "expected a model folder"),
         (&["worker"], "--model"),

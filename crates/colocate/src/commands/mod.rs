@@ -4,6 +4,7 @@ mod calibrate;
 mod demo;
 mod fit;
 mod inspect;
+mod limits;
 mod serve;
 mod up;
 mod worker;

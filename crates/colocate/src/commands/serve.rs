@@ -8,6 +8,7 @@ use locality::LocalityMap;
 use routing::{DecodePolicyName, PrefillPolicyName};
 use serde_json::json;
 
+use super::limits::Limits;
 use crate::{
     front::{Gateway, LocalityArgs},
     maps,
@@ -36,6 +37,8 @@ pub(crate) struct Args {
     prefill_policy: PrefillPolicyName,
     #[command(flatten)]
     locality: LocalityArgs,
+    #[command(flatten)]
+    limits: Limits,
     /// Address to listen on
     #[arg(long, default_value = "127.0.0.1")]
     host: String,
@@ -75,6 +78,7 @@ pub(crate) async fn run(args: Args) -> Result<Verdict> {
     config.decode_policy = Some(policy);
     config.locality_map = map;
     config.locality = args.locality.config();
+    args.limits.apply(&mut config);
     config.seed = args.seed;
     config.decision_headers = !args.no_decision_headers;
     let address = format!("{}:{}", args.host, args.port);
