@@ -73,8 +73,8 @@ def test_a_reply_is_filled_after_the_request_finished():
     ledger = Ledger(experts=8, top_k=2)
     ledger.add("a", 6, {"do_remote_decode": True})
     ledger.add("plain", 6, None)
-    assert ledger.ask("a", 4, list) == {}
-    spans = ledger.ask("a", 6, lambda: [0, 1])
+    assert ledger.ask("a", 0, 4, list) == {}
+    spans = ledger.ask("a", 4, 6, lambda: [0, 1])
     assert spans == {("a", "prompt_counts"): Span([0, 1], 0, 6)}
     reply = ledger.finish("a")
     assert reply == {} and ledger.finish("plain") is None
@@ -88,5 +88,20 @@ def test_a_reply_is_filled_after_the_request_finished():
 def test_output_counts_are_asked_apart():
     ledger = Ledger(experts=8, top_k=2)
     ledger.add("a", 2, {"colocate": {"want": ["output_counts"]}})
-    assert list(ledger.ask("a", 2, lambda: [0])) == [("a", "prompt_counts")]
-    assert ledger.ask("a", 4, lambda: [0]) == {("a", "output_counts"): Span([0], 2, 4)}
+    assert list(ledger.ask("a", 0, 2, lambda: [0])) == [("a", "prompt_counts")]
+    assert ledger.ask("a", 2, 4, lambda: [0]) == {("a", "output_counts"): Span([0], 2, 4)}
+
+
+def test_tokens_that_run_again_are_summed_again():
+    """After a load of KV that failed, the first sums are those of a step that ran without it."""
+    ledger = Ledger(experts=8, top_k=2)
+    ledger.add("a", 6, {"do_remote_decode": True})
+    key = ("a", "prompt_counts")
+    assert list(ledger.ask("a", 5, 6, lambda: [0, 1])) == [key]
+    t = table()
+    step(t, [5], [5])
+    ledger.fill({key: t.sum(Span([0, 1], 0, 6)).tolist()}, {key: 6})
+    assert list(ledger.ask("a", 0, 6, lambda: [0, 1])) == [key]
+    reply = ledger.finish("a")
+    ledger.fill({key: cold(6)}, {key: 6})
+    assert decode(reply["prompt_counts"]).covered == 6

@@ -81,20 +81,9 @@ def total(text):
     return counts
 
 
-def agree(got, want, slack=0.02):
-    """Equal but for near ties, which another batch composition may break the other way."""
-    a, b = total(got), total(want)
-    assert (a.covered, a.tokens) == (b.covered, b.tokens)
-    moved = (
-        sum(
-            abs(x - y)
-            for r, s in zip(a.rows, b.rows, strict=False)
-            for x, y in zip(r, s, strict=False)
-        )
-        / 2
-    )
-    assert moved <= slack * a.tokens * a.top_k * len(a.rows), moved
-    return moved
+def agree(got, want):
+    """The same counts, whatever the steps, the blocks and the company they came from."""
+    assert total(got).rows == total(want).rows
 
 
 @pytest.mark.parametrize("n", [1, 5, 127, 128, 129, 300, 700])
@@ -102,7 +91,7 @@ def test_full_coverage_and_hits_equal_cold(llm, n):
     tokens = prompt(n, n)
     first = cold(llm, tokens)
     assert total(first).tokens == n
-    assert agree(run(llm, [tokens])[0][0]["prompt_counts"], first) == 0  # a prefix hit
+    agree(run(llm, [tokens])[0][0]["prompt_counts"], first)  # a prefix hit
 
 
 def test_partial_hit(llm):
@@ -128,9 +117,5 @@ def test_output_counts_are_those_of_the_outputs_prefilled(llm):
     whole = cold(llm, tokens + out[:-1])  # the last token is never run
     a, b, w = total(got["prompt_counts"]), total(got["output_counts"]), total(whole)
     assert a.tokens + b.tokens == w.tokens
-    moved = sum(
-        abs(x + y - z)
-        for p, q, r in zip(a.rows, b.rows, w.rows, strict=False)
-        for x, y, z in zip(p, q, r, strict=False)
-    )
-    assert moved / 2 <= 0.02 * w.tokens * w.top_k * len(w.rows)
+    both = [[x + y for x, y in zip(p, q, strict=True)] for p, q in zip(a.rows, b.rows, strict=True)]
+    assert both == w.rows

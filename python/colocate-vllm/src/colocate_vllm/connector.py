@@ -131,7 +131,8 @@ class CountsMixin(KVConnectorBase_V1):
             def blocks(request_id: str = request_id) -> list[int]:
                 return list(state.get_block_ids(request_id)[self._group])
 
-            step.sums |= self._ledger.ask(request_id, computed[request_id] + count, blocks)
+            start = computed[request_id]
+            step.sums |= self._ledger.ask(request_id, start, start + count, blocks)
         step.forget, self._forget = self._forget, []
         for copy in scheduler_output.kv_cache_block_copies or ():
             step.copies.append((copy.src_block_id, copy.dst_block_id))

@@ -14,7 +14,6 @@ Sums = dict[tuple[str, str], list[int]]
 class _Request:
     prompt_tokens: int
     wants_output: bool
-    prompt_asked: bool = False
     counts: dict[str, str] = field(default_factory=dict)
     finished: bool = False
 
@@ -37,18 +36,21 @@ class Ledger:
         self._requests[request_id] = _Request(prompt_tokens, wants_output)
 
     def ask(
-        self, request_id: str, computed: int, blocks: Callable[[], list[int]]
+        self, request_id: str, start: int, end: int, blocks: Callable[[], list[int]]
     ) -> dict[tuple[str, str], Span]:
-        """The spans to sum after a step that leaves `computed` tokens of the request in KV."""
+        """The spans to sum after a step that runs tokens `start..end` of the request.
+
+        Whenever the prompt's last token runs the prompt is summed, also a second time: after a
+        preemption, or after a load of KV that failed, whose step ran on what was not there.
+        """
         request = self._requests.get(request_id)
-        if request is None or request.finished or computed < request.prompt_tokens:
+        if request is None or request.finished or end < request.prompt_tokens:
             return {}
         spans = {}
-        if not request.prompt_asked:
-            request.prompt_asked = True
+        if start < request.prompt_tokens:
             spans[request_id, "prompt_counts"] = Span(blocks(), 0, request.prompt_tokens)
-        if request.wants_output and computed > request.prompt_tokens:
-            spans[request_id, "output_counts"] = Span(blocks(), request.prompt_tokens, computed)
+        if request.wants_output and end > request.prompt_tokens:
+            spans[request_id, "output_counts"] = Span(blocks(), request.prompt_tokens, end)
         return spans
 
     def finish(self, request_id: str) -> dict[str, str] | None:
