@@ -1,6 +1,6 @@
 //! A gateway inside this process, on a free port.
 
-use std::time::Duration;
+use std::{str::FromStr, time::Duration};
 
 use anyhow::{Context, Result, anyhow, bail};
 use gateway::{Config, GatewayError, LocalityConfig, Url};
@@ -18,7 +18,7 @@ const STOP_LIMIT: Duration = Duration::from_secs(5);
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub(crate) struct LocalityArgs {
     /// Width of the locality band: decode workers whose similarity is within this of the best are candidates
-    #[arg(long, default_value_t = 0.1, allow_negative_numbers = true, value_parser = tau)]
+    #[arg(long, default_value_t = 0.1, allow_negative_numbers = true, value_parser = fraction::<f32>)]
     tau: f32,
     /// Let the second nearest decode worker in too when the band has only one
     #[arg(long)]
@@ -27,7 +27,7 @@ pub(crate) struct LocalityArgs {
     #[arg(long, value_name = "FACTOR", allow_negative_numbers = true, value_parser = max_load)]
     max_load: Option<f64>,
     /// Least part of a prompt's tokens that its expert counts must cover to be used, from 0 to 1
-    #[arg(long, value_name = "PART", default_value_t = 0.5, allow_negative_numbers = true, value_parser = coverage)]
+    #[arg(long, value_name = "PART", default_value_t = 0.5, allow_negative_numbers = true, value_parser = fraction::<f64>)]
     min_coverage: f64,
 }
 
@@ -45,9 +45,9 @@ impl LocalityArgs {
     }
 }
 
-fn coverage(text: &str) -> Result<f64, String> {
-    let part: f64 = text.parse().map_err(|_| "expected a number".to_owned())?;
-    if (0.0..=1.0).contains(&part) {
+fn fraction<T: FromStr + From<u8> + PartialOrd>(text: &str) -> Result<T, String> {
+    let part: T = text.parse().map_err(|_| "expected a number".to_owned())?;
+    if (T::from(0)..=T::from(1)).contains(&part) {
         Ok(part)
     } else {
         Err("expected a number from 0 to 1".into())
@@ -60,15 +60,6 @@ fn max_load(text: &str) -> Result<f64, String> {
         Ok(factor)
     } else {
         Err("expected a number of 1 or more".into())
-    }
-}
-
-fn tau(text: &str) -> Result<f32, String> {
-    let tau: f32 = text.parse().map_err(|_| "expected a number".to_owned())?;
-    if (0.0..=1.0).contains(&tau) {
-        Ok(tau)
-    } else {
-        Err("expected a number from 0 to 1".into())
     }
 }
 

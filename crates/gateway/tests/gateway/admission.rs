@@ -134,9 +134,7 @@ async fn requests_in_flight_are_bounded() {
         assert!(error["error"].get(key).is_some(), "{error}");
     }
     assert_eq!(prefill.served().len(), 1, "the second went nowhere");
-    let refused = gateway
-        .metric("colocate_gateway_requests_total", &["503"])
-        .await;
+    let refused = gateway.booked("503").await;
     assert_eq!(refused, 1.0);
     // An operator is let in all the same.
     assert_eq!(gateway.get("/health").await.0, 200);

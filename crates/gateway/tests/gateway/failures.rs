@@ -89,19 +89,16 @@ async fn an_error_in_a_stream_is_booked_by_its_code() {
         let (prefill, decode) = (Peer::start("p").await, Peer::start("d").await);
         let gateway = Gateway::start(config(&[&prefill], &[&decode])).await;
         decode.script(Script::ErrorAfter(2, code));
-        let text = gateway
-            .post("/v1/completions", &completion(true))
-            .await
-            .text()
-            .await
-            .unwrap();
+        let text = gateway.stream().await;
         assert_eq!(said(&text), "w0 w1 ");
         // One error, the worker's own, and nothing after it.
         assert_eq!(last_code(&text), code);
         assert_eq!(text.matches("\"error\"").count(), 1);
-        let count = async |name: &str, label: &str| gateway.metric(name, &[label]).await;
-        assert_eq!(count("colocate_gateway_requests_total", status).await, 1.0);
-        assert_eq!(count("colocate_gateway_failures_total", kind).await, 1.0);
+        assert_eq!(gateway.booked(status).await, 1.0);
+        let failures = gateway
+            .metric("colocate_gateway_failures_total", &[kind])
+            .await;
+        assert_eq!(failures, 1.0);
         gateway.settled().await;
     }
 }
@@ -115,12 +112,7 @@ async fn an_error_as_the_first_event_is_not_the_clients() {
     );
     let gateway = Gateway::start(blind(&[&prefill], &[&one, &two])).await;
     one.script(Script::ErrorEvent("kv_transfer_failed"));
-    let text = gateway
-        .post("/v1/completions", &completion(true))
-        .await
-        .text()
-        .await
-        .unwrap();
+    let text = gateway.stream().await;
     assert_eq!(said(&text), "w0 w1 w2 w3 ");
     assert!(!text.contains("error"));
     assert_eq!(
@@ -201,12 +193,7 @@ async fn a_stream_that_breaks_says_so() {
         assert_eq!(last_code(&text), "bad_upstream");
         assert!(text.contains("the connection to decode worker"), "{text}");
         gateway.settled().await;
-        assert_eq!(
-            gateway
-                .metric("colocate_gateway_requests_total", &["502"])
-                .await,
-            1.0
-        );
+        assert_eq!(gateway.booked("502").await, 1.0);
     }
 }
 
@@ -245,12 +232,7 @@ async fn a_stream_that_stalls_is_ended() {
     let gateway = Gateway::start(config).await;
     decode.hold_back();
     decode.let_pass(2);
-    let text = gateway
-        .post("/v1/completions", &completion(true))
-        .await
-        .text()
-        .await
-        .unwrap();
+    let text = gateway.stream().await;
     assert_eq!(said(&text), "w0 w1 ");
     assert_eq!(last_code(&text), "upstream_timeout");
     assert!(text.contains("did not answer within"), "{text}");

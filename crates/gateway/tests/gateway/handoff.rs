@@ -329,10 +329,5 @@ async fn a_mismatch_in_the_piece_that_ends_a_stream_is_told() {
     assert!(last.contains("counted 3 prompt tokens"), "{last}");
     assert!(pieces.next().await.is_none());
     gateway.settled().await;
-    assert_eq!(
-        gateway
-            .metric("colocate_gateway_requests_total", &["502"])
-            .await,
-        1.0
-    );
+    assert_eq!(gateway.booked("502").await, 1.0);
 }

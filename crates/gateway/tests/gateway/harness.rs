@@ -79,6 +79,12 @@ impl Gateway {
             .unwrap()
     }
 
+    /// The whole text of a streamed completion.
+    pub(crate) async fn stream(&self) -> String {
+        let response = self.post("/v1/completions", &completion(true)).await;
+        response.text().await.unwrap()
+    }
+
     pub(crate) async fn get(&self, path: &str) -> (u16, Value) {
         let response = self.client.get(self.url(path)).send().await.unwrap();
         let status = response.status().as_u16();
@@ -109,6 +115,15 @@ impl Gateway {
         sample.map_or(0.0, |line| {
             line.rsplit(' ').next().unwrap().parse().unwrap()
         })
+    }
+
+    /// How many requests ended with `status`.
+    pub(crate) async fn booked(&self, status: &str) -> f64 {
+        self.metric(
+            "colocate_gateway_requests_total",
+            &[&format!("\"{status}\"")],
+        )
+        .await
     }
 
     /// Waits until nothing is in flight any more.

@@ -24,13 +24,7 @@ async fn during_the_prefill() {
     .await;
     gateway.settled().await;
     assert!(decode.served().is_empty());
-    eventually("booked", async || {
-        gateway
-            .metric("colocate_gateway_requests_total", &["499"])
-            .await
-            == 1.0
-    })
-    .await;
+    eventually("booked", async || gateway.booked("499").await == 1.0).await;
 }
 
 #[tokio::test]
@@ -48,13 +42,7 @@ async fn while_the_reply_of_the_prefill_is_on_its_way() {
         _ = gateway.post("/v1/completions", &body) => panic!("nobody answers"),
         () = head_has_come => {}
     }
-    eventually("booked", async || {
-        gateway
-            .metric("colocate_gateway_requests_total", &["499"])
-            .await
-            == 1.0
-    })
-    .await;
+    eventually("booked", async || gateway.booked("499").await == 1.0).await;
     prefill.let_pass(1);
     eventually("its blocks are given back", async || {
         prefill.released().len() == 1
@@ -113,12 +101,7 @@ async fn in_the_middle_of_a_stream() {
     })
     .await;
     gateway.settled().await;
-    assert_eq!(
-        gateway
-            .metric("colocate_gateway_requests_total", &["499"])
-            .await,
-        1.0
-    );
+    assert_eq!(gateway.booked("499").await, 1.0);
     assert!(prefill.released().is_empty(), "its blocks were taken");
 }
 
@@ -138,12 +121,8 @@ async fn right_after_the_end_of_a_stream() {
     }
     drop(pieces);
     gateway.settled().await;
-    let booked = async |status: &str| {
-        gateway
-            .metric("colocate_gateway_requests_total", &[status])
-            .await
-    };
-    assert_eq!((booked("\"200\"").await, booked("499").await), (1.0, 0.0));
+    let booked = (gateway.booked("200").await, gateway.booked("499").await);
+    assert_eq!(booked, (1.0, 0.0));
     let tpot = gateway
         .metric("colocate_gateway_tpot_seconds_count", &[])
         .await;

@@ -76,9 +76,7 @@ async fn in_the_middle_of_a_stream_the_client_is_told() {
     assert_eq!(said(&text), "w0 w1 ");
     assert_eq!(last_code(&text), "worker_down");
     assert_eq!(given_up(&gateway, &decode).await, 1.0);
-    let booked = gateway
-        .metric("colocate_gateway_requests_total", &["503"])
-        .await;
+    let booked = gateway.booked("503").await;
     assert_eq!(booked, 1.0);
     gateway.settled().await;
 }
