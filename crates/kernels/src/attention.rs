@@ -325,7 +325,7 @@ unsafe fn score<L: Lanes>(
         let to: &mut Sums = if groups == GROUPS { scores } else { &mut part };
         let keys = &keys[first..first + groups];
         // SAFETY: the caller's promise.
-        unsafe { tile::product::<L>(queries, dim, rows, keys, dim / 2, to) };
+        unsafe { tile::product::<L, false>(queries, dim, rows, keys, dim / 2, to) };
         if groups < GROUPS {
             for (to, from) in scores
                 .chunks_exact_mut(SPLIT)

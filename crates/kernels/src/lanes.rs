@@ -25,6 +25,8 @@ pub(crate) trait Lanes: Copy {
     const PANELS_OF_FEW_ROWS: usize;
     /// The same for four to six rows.
     const PANELS_OF_MANY_ROWS: usize;
+    /// Whether [`Lanes::dot`] is one instruction, and so worth giving it pairs of bf16 instead of widened rows.
+    const DOT: bool = false;
 
     /// All lanes +0.
     unsafe fn zero() -> Self::F;
@@ -46,6 +48,26 @@ pub(crate) trait Lanes: Copy {
     unsafe fn max(value: Self::F) -> f32;
     /// `a * b + c`, rounded once.
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+
+    /// `sums` plus, for each of sixteen pairs of weights, the second and then the first product with the pair `x`; 64 bytes
+    /// of weights must be readable.
+    ///
+    /// The bits are those of two [`Lanes::fma`] unless a number on the way is denormal: one instruction may flush it.
+    #[inline(always)]
+    unsafe fn dot(weights: *const bf16, x: [bf16; 2], sums: Self::F) -> Self::F {
+        // SAFETY: the caller's promise.
+        unsafe { fma_pair::<Self>(weights, x, sums) }
+    }
+}
+
+/// [`Lanes::dot`] as the two steps that define it.
+#[inline(always)]
+unsafe fn fma_pair<L: Lanes>(weights: *const bf16, x: [bf16; 2], sums: L::F) -> L::F {
+    // SAFETY: the caller's promise, as for `Lanes::dot`.
+    unsafe {
+        let sums = L::fma(L::odd(weights), L::splat(x[1].to_f32()), sums);
+        L::fma(L::even(weights), L::splat(x[0].to_f32()), sums)
+    }
 }
 
 /// The reference.
@@ -223,20 +245,21 @@ impl Lanes for Avx2Lanes {
     }
 }
 
-/// One vector of sixteen.
+/// One vector of sixteen; with `BF16`, pairs of bf16 multiply and add in one instruction.
 #[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy)]
-pub(crate) struct Avx512Lanes;
+pub(crate) struct Avx512Lanes<const BF16: bool>;
 
 // SAFETY of the blocks below: each method's caller promises AVX-512 F and BW, and the memory that the trait names. All loads
 // and stores are the unaligned kind.
 #[cfg(target_arch = "x86_64")]
-impl Lanes for Avx512Lanes {
+impl<const BF16: bool> Lanes for Avx512Lanes<BF16> {
     type F = __m512;
 
     const PANELS_OF_ONE_ROW: usize = 8;
     const PANELS_OF_FEW_ROWS: usize = 8;
     const PANELS_OF_MANY_ROWS: usize = 4;
+    const DOT: bool = BF16;
 
     #[inline(always)]
     unsafe fn zero() -> Self::F {
@@ -306,6 +329,21 @@ impl Lanes for Avx512Lanes {
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
         // SAFETY: see above.
         unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+
+    #[inline(always)]
+    unsafe fn dot(weights: *const bf16, x: [bf16; 2], sums: Self::F) -> Self::F {
+        // SAFETY: see above; with `BF16`, AVX-512 BF16 is there too. A vector of bf16 is a vector of 512 bits.
+        unsafe {
+            if BF16 {
+                let weights: __m512bh = std::mem::transmute(_mm512_loadu_si512(weights.cast()));
+                let pair = u32::from(x[0].to_bits()) | u32::from(x[1].to_bits()) << 16;
+                let x: __m512bh = std::mem::transmute(_mm512_set1_epi32(pair.cast_signed()));
+                _mm512_dpbf16_ps(sums, weights, x)
+            } else {
+                fma_pair::<Self>(weights, x, sums)
+            }
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use half::bf16;
 use crate::error::{ShapeError, expect_len};
 use crate::isa::{Isa, Kernel};
 use crate::lanes::{LANES, Lanes};
-use crate::packed::{PackedGateUp, PackedMatrix};
+use crate::packed::{PackedGateUp, PackedMatrix, any_tiny};
 use crate::rows::{Rows, RowsMut};
 use crate::silu::silu_mul_line;
 use crate::tile::{self, MAX_PANELS, MAX_ROWS, Sums, TILE};
@@ -106,7 +106,7 @@ struct Product<'a, 's> {
 }
 
 thread_local! {
-    /// A block of rows, widened to f32.
+    /// A block of rows, widened to f32, or as pairs of bf16.
     static WIDENED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -128,20 +128,27 @@ impl Product<'_, '_> {
     #[inline(always)]
     unsafe fn blocks<L: Lanes>(self, widened: &mut Vec<f32>) -> Result<(), ShapeError> {
         let Self { x, w, sink } = self;
-        let (k, stride) = (w.k(), 2 * w.pairs());
+        let k = w.k();
         let mut sums = [0.0; TILE];
         let mut first = 0;
         while first < x.len() {
             let rows = (x.len() - first).min(ROW_BLOCK);
+            // One instruction for a pair would flush denormals: it is used where none can arise.
+            let mut dot = L::DOT && !w.tiny();
+            for i in 0..rows {
+                dot = dot && !any_tiny(x.row(first + i, k)?);
+            }
+            let stride = if dot { w.pairs() } else { 2 * w.pairs() };
             if widened.len() < rows * stride {
                 widened.resize(rows * stride, 0.0);
             }
             for i in 0..rows {
-                let (row, padding) = widened[i * stride..][..stride].split_at_mut(k);
-                for (to, from) in row.iter_mut().zip(x.row(first + i, k)?) {
-                    *to = f32::from_bits(u32::from(from.to_bits()) << 16);
+                let (from, to) = (x.row(first + i, k)?, &mut widened[i * stride..][..stride]);
+                if dot {
+                    pair_up(from, to);
+                } else {
+                    widen(from, to);
                 }
-                padding.fill(0.0);
             }
             // Equal tiles: 8 rows are 4 + 4, not 6 + 2.
             let tiles = rows.div_ceil(MAX_ROWS);
@@ -154,18 +161,31 @@ impl Product<'_, '_> {
                 }
                 for t in 0..tiles {
                     let (from, to) = (t * rows / tiles, (t + 1) * rows / tiles);
-                    // SAFETY: the processor has `L` (the caller's promise). Rows `from..to` of `widened` are `stride =
-                    // 2 * pairs` long, checked by the slicing above. `panel()` gives slices of `pairs` lines. A tile has at
+                    // SAFETY: the processor has `L` (the caller's promise). Rows `from..to` of `widened` are `stride`
+                    // long, which is `2 * pairs`, or `pairs` with `dot`, checked by the slicing above. `panel()` gives slices of `pairs` lines. A tile has at
                     // most `ceil(rows / tiles) <= 6` rows, for which `panels` was chosen.
                     unsafe {
-                        tile::product::<L>(
-                            widened.as_ptr().add(from * stride),
-                            stride,
-                            to - from,
-                            &pointers[..panels],
-                            w.pairs(),
-                            &mut sums,
-                        );
+                        let x = widened.as_ptr().add(from * stride);
+                        let panels = &pointers[..panels];
+                        if dot {
+                            tile::product::<L, true>(
+                                x,
+                                stride,
+                                to - from,
+                                panels,
+                                w.pairs(),
+                                &mut sums,
+                            );
+                        } else {
+                            tile::product::<L, false>(
+                                x,
+                                stride,
+                                to - from,
+                                panels,
+                                w.pairs(),
+                                &mut sums,
+                            );
+                        }
                     }
                     sink(first + from..first + to, panel, panels, &sums)?;
                 }
@@ -174,5 +194,24 @@ impl Product<'_, '_> {
             first += rows;
         }
         Ok(())
+    }
+}
+
+/// A row as f32, with zeros behind it.
+fn widen(row: &[bf16], to: &mut [f32]) {
+    let (to, padding) = to.split_at_mut(row.len());
+    for (to, from) in to.iter_mut().zip(row) {
+        *to = f32::from_bits(u32::from(from.to_bits()) << 16);
+    }
+    padding.fill(0.0);
+}
+
+/// A row as pairs of bf16, each in the place of one f32; a zero completes the last.
+fn pair_up(row: &[bf16], to: &mut [f32]) {
+    let (pairs, rest) = row.as_chunks::<2>();
+    let rest = rest.first().map(|&last| [last, bf16::ZERO]);
+    for (to, pair) in to.iter_mut().zip(pairs.iter().copied().chain(rest)) {
+        let [first, second] = pair.map(|value| u32::from(value.to_bits()));
+        *to = f32::from_bits(first | second << 16);
     }
 }

@@ -19,6 +19,8 @@ pub struct PackedMatrix {
     n: usize,
     k: usize,
     pairs: usize,
+    /// Whether a weight [`is_tiny`].
+    tiny: bool,
     data: AlignedBuf,
 }
 
@@ -59,12 +61,14 @@ impl PackedMatrix {
             n,
             k,
             pairs,
+            tiny: false,
             data: AlignedBuf::zeroed(n.div_ceil(LANES) * pairs * LINE),
         }
     }
 
     fn put(&mut self, panel: usize, lane: usize, row: &[bf16]) {
         let start = panel * self.pairs * LINE;
+        self.tiny |= any_tiny(row);
         for (i, &weight) in row.iter().enumerate() {
             self.data[start + i / 2 * LINE + lane * 2 + i % 2] = weight;
         }
@@ -122,6 +126,10 @@ impl PackedMatrix {
 
     pub(crate) fn pairs(&self) -> usize {
         self.pairs
+    }
+
+    pub(crate) fn tiny(&self) -> bool {
+        self.tiny
     }
 
     pub(crate) fn panels(&self) -> usize {
@@ -201,6 +209,19 @@ impl PackedGateUp {
     pub fn bytes(&self) -> usize {
         self.both.bytes()
     }
+}
+
+/// Whether a value is not zero and below 2^-55.
+///
+/// Where none is, no sum of products can be denormal: a bf16 has eight bits, so a value is a multiple of 2^-62, a product a
+/// multiple of 2^-124, and so is every sum, rounded or not; the smallest normal f32 is 2^-126.
+pub(crate) fn any_tiny(values: &[bf16]) -> bool {
+    const BOUND: u16 = (127 - 55) << 7;
+    // No early exit: the loop is a few vector instructions.
+    values.iter().fold(false, |any, value| {
+        // Zero wraps around to the largest.
+        any | ((value.to_bits() & 0x7fff).wrapping_sub(1) < BOUND - 1)
+    })
 }
 
 fn rows(weights: &[bf16], k: usize) -> std::slice::Chunks<'_, bf16> {

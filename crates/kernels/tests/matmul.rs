@@ -58,6 +58,19 @@ proptest! {
         }
     }
 
+    /// Sums that shrink to nothing: products that are normal, denormal or lost altogether, where an instruction might flush.
+    #[test]
+    fn every_set_agrees_at_the_edge_of_the_normal_numbers(
+        m in 1_usize..8, n in 1_usize..40, k in 1_usize..12, x_scale in 50_i32..70, w_scale in 50_i32..70, seed: u64,
+    ) {
+        let x = random(seed, m * k, (-x_scale as f32).exp2());
+        let w = PackedMatrix::pack(&random(seed ^ 1, n * k, (-w_scale as f32).exp2()), n, k).unwrap();
+        let reference = bits(&product(Isa::SCALAR, &x, &w));
+        for isa in Isa::available() {
+            prop_assert_eq!(bits(&product(isa, &x, &w)), reference.clone(), "{}", isa);
+        }
+    }
+
     #[test]
     fn a_row_has_the_same_bits_in_any_company(
         m in 2_usize..230, n in 1_usize..150, k in 1_usize..40, seed: u64, rows in prop::collection::vec(any::<u32>(), 1..40),
